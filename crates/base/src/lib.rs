@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The ground floor: units as types, eventfds, the epoll reactor, mmap RAII and borrowed I/O segments.
+//!
+//! Every other room may use this one; it uses none of them.
+
+pub mod mmap;
+pub mod reactor;
+pub mod segs;
+pub mod units;
+
+pub use segs::Seg;
+pub use units::{Gpa, Gsi, Hva, SECTOR_SIZE, Sector};
+pub use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#![forbid(unsafe_code)]
+//! Interrupts as seen by devices: lines and messages, with no ioctl and no thread.
+//!
+//! Devices in `pci` and `virtio` hold these traits; `machine` answers them with KVM's irqfds, `testkit` with recorders.
+
+use std::io;
+use std::sync::Arc;
+
+/// A message-signalled interrupt as the guest programs it (PCI 3.0, 6.8.1): an upper and lower address and data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct MsiMessage {
+    /// Destination address, 64 bits.
+    pub address: u64,
+    /// Payload; on x86 vector and delivery mode.
+    pub data: u32,
+}
+
+/// One interrupt message that a device may send.
+pub trait MsiVector: Send + Sync {
+    /// Points the vector at `message`, or at nothing (masked or never set). Called on the vCPU thread that wrote the
+    /// table; must not block on the device.
+    ///
+    /// # Errors
+    /// When the interrupt routing can't be changed (routing table full).
+    fn route(&self, message: Option<MsiMessage>) -> io::Result<()>;
+
+    /// Sends the message. Called from device threads; does nothing while the vector is unrouted.
+    fn notify(&self);
+}
+
+/// Hands out message vectors; one per device function.
+pub trait MsiSink: Send + Sync {
+    /// Makes `count` vectors, unrouted.
+    ///
+    /// # Errors
+    /// When there are not enough interrupts or descriptors left.
+    fn vectors(&self, count: u16) -> io::Result<Vec<Arc<dyn MsiVector>>>;
+}
+
+/// An interrupt input of the guest's IOAPIC or PIC.
+pub trait IrqLine: Send + Sync {
+    /// Signals one edge.
+    fn pulse(&self);
+}

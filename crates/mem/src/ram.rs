@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's RAM as mapped in this process, with bounded, volatile access. Shared by all threads; no lock.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use base::{Gpa, Hva, Seg};
+use vm_memory::bitmap::BitmapSlice;
+use vm_memory::{
+    AtomicAccess, ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
+    VolatileSlice,
+};
+
+/// What can go wrong with guest memory.
+#[derive(Debug, thiserror::Error)]
+pub enum MemError {
+    /// The host would not give the memory.
+    #[error("cannot map {size} bytes of guest memory: {source}; ask for less with --memory or free some on the host")]
+    Map {
+        /// Bytes asked for.
+        size: u64,
+        /// The host's reason.
+        source: io::Error,
+    },
+    /// The ranges overlap or are empty.
+    #[error("guest memory ranges are empty or overlap: {0}")]
+    Layout(String),
+    /// An address range that is not RAM.
+    #[error("{0} for {1} bytes is outside guest memory")]
+    Outside(Gpa, usize),
+}
+
+/// All RAM of one guest. Cloning shares it.
+#[derive(Clone, Debug)]
+pub struct GuestRam {
+    map: Arc<GuestMemoryMmap<()>>,
+}
+
+impl GuestRam {
+    /// Maps private anonymous memory for each range; nothing is touched, so it costs address space only.
+    ///
+    /// # Errors
+    /// [`MemError::Map`] when the host refuses, [`MemError::Layout`] for overlapping ranges.
+    pub fn anonymous(ranges: &[(Gpa, u64)]) -> Result<Self, MemError> {
+        let mut regions = Vec::with_capacity(ranges.len());
+        for &(at, size) in ranges {
+            let len = usize::try_from(size).map_err(|_| MemError::Layout(format!("{at} of {size} bytes")))?;
+            let map = MmapRegion::new(len).map_err(|e| MemError::Map { size, source: io::Error::other(e) })?;
+            let region = GuestRegionMmap::new(map, GuestAddress(at.0))
+                .ok_or_else(|| MemError::Layout(format!("{at} of {size} bytes")))?;
+            regions.push(region);
+        }
+        let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
+        Ok(Self { map: Arc::new(map) })
+    }
+
+    /// The map as rust-vmm crates want it.
+    #[must_use]
+    pub fn map(&self) -> &GuestMemoryMmap<()> {
+        &self.map
+    }
+
+    /// Every region, lowest first: guest address, size in bytes, host address.
+    pub fn regions(&self) -> impl Iterator<Item = (Gpa, u64, Hva)> + '_ {
+        self.map.iter().map(|r| (Gpa(r.start_addr().0), r.len(), Hva(r.as_ptr() as u64)))
+    }
+
+    /// Bytes of RAM in all regions.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.map.iter().map(|r| r.len()).sum()
+    }
+
+    /// A bounded view of `len` bytes at `at`, or `None` if any byte of it is outside one region.
+    #[must_use]
+    pub fn slice(&self, at: Gpa, len: usize) -> Option<VolatileSlice<'_, impl BitmapSlice>> {
+        self.map.get_slice(GuestAddress(at.0), len).ok()
+    }
+
+    /// The same range as an I/O segment. The memory stays mapped while any clone of this value lives, which the holder of
+    /// the segment keeps for as long as the request runs.
+    #[must_use]
+    pub fn seg(&self, at: Gpa, len: usize) -> Option<Seg> {
+        let slice = self.slice(at, len)?;
+        Some(Seg { ptr: slice.ptr_guard_mut().as_ptr(), len })
+    }
+
+    /// Reads a plain value at `at`; `None` outside RAM.
+    #[must_use]
+    pub fn read<T: ByteValued>(&self, at: Gpa) -> Option<T> {
+        self.map.read_obj(GuestAddress(at.0)).ok()
+    }
+
+    /// Writes a plain value at `at`; `None` outside RAM.
+    pub fn write<T: ByteValued>(&self, at: Gpa, value: T) -> Option<()> {
+        self.map.write_obj(value, GuestAddress(at.0)).ok()
+    }
+
+    /// Copies `data` into guest memory.
+    ///
+    /// # Errors
+    /// [`MemError::Outside`] if any byte falls outside RAM; some bytes may have been written.
+    pub fn write_bytes(&self, at: Gpa, data: &[u8]) -> Result<(), MemError> {
+        self.map.write_slice(data, GuestAddress(at.0)).map_err(|_| MemError::Outside(at, data.len()))
+    }
+
+    /// Copies guest memory into `data`.
+    ///
+    /// # Errors
+    /// [`MemError::Outside`] if any byte falls outside RAM.
+    pub fn read_bytes(&self, at: Gpa, data: &mut [u8]) -> Result<(), MemError> {
+        self.map.read_slice(data, GuestAddress(at.0)).map_err(|_| MemError::Outside(at, data.len()))
+    }
+
+    /// Atomic load of an aligned value; `None` outside RAM or misaligned.
+    #[must_use]
+    pub fn load<T: AtomicAccess>(&self, at: Gpa, order: Ordering) -> Option<T> {
+        self.map.load(GuestAddress(at.0), order).ok()
+    }
+
+    /// Atomic store of an aligned value; `None` outside RAM or misaligned.
+    pub fn store<T: AtomicAccess>(&self, at: Gpa, value: T, order: Ordering) -> Option<()> {
+        self.map.store(value, GuestAddress(at.0), order).ok()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn views_never_cross_the_end() {
+        let ram = GuestRam::anonymous(&[(Gpa(0), 0x4000), (Gpa(0x10_0000), 0x1000)]).unwrap();
+        assert_eq!(ram.size(), 0x5000);
+        assert!(ram.slice(Gpa(0x3fff), 1).is_some());
+        assert!(ram.slice(Gpa(0x3fff), 2).is_none());
+        assert!(ram.seg(Gpa(u64::MAX), 2).is_none());
+        assert!(ram.write(Gpa(0x10_0000), 0xabcdu16).is_some());
+        assert_eq!(ram.load::<u16>(Gpa(0x10_0000), Ordering::Acquire), Some(0xabcd));
+        assert!(ram.load::<u16>(Gpa(0x10_0001), Ordering::Acquire).is_none(), "misaligned");
+        assert!(ram.write_bytes(Gpa(0x3ffe), &[1, 2, 3]).is_err());
+    }
+}

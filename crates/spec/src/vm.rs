@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The description of one virtual machine. Every field is a key of `vm.toml` and a flag of `tare run`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// One virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Vm {
+    /// Linux kernel: bzImage or ELF.
+    pub kernel: PathBuf,
+    /// Initial RAM disk.
+    #[serde(default)]
+    pub initrd: Option<PathBuf>,
+    /// Kernel command line; `None` lets tare choose one that fits the console and the first disk.
+    #[serde(default)]
+    pub cmdline: Option<String>,
+    /// Virtual CPUs.
+    #[serde(default)]
+    pub cpus: Cpus,
+    /// Guest memory.
+    #[serde(default)]
+    pub memory: Memory,
+    /// Disks, in the order the guest sees them.
+    #[serde(default)]
+    pub disks: Vec<Disk>,
+    /// What the guest talks to the user through.
+    #[serde(default)]
+    pub console: Console,
+    /// An entropy device fed from the host's `getrandom`.
+    #[serde(default = "yes")]
+    pub rng: bool,
+    /// Where the ledger goes: `-` prints a table to standard error, a path gets JSON.
+    #[serde(default)]
+    pub ledger: Option<PathBuf>,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// Virtual CPUs and how they are grouped: `count` = sockets x cores x threads.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Cpus {
+    /// 1 to 64.
+    pub count: u8,
+    /// Sockets; divides `count`.
+    pub sockets: u8,
+    /// Threads per core; divides `count / sockets`.
+    pub threads: u8,
+}
+
+impl Default for Cpus {
+    fn default() -> Self {
+        Self { count: 1, sockets: 1, threads: 1 }
+    }
+}
+
+/// Guest memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Memory {
+    /// Bytes; a multiple of 4 KiB, at least 16 MiB.
+    pub size: u64,
+}
+
+impl Default for Memory {
+    fn default() -> Self {
+        Self { size: 256 << 20 }
+    }
+}
+
+/// One virtio disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// The image or block device.
+    pub path: PathBuf,
+    /// Said, never probed.
+    #[serde(default)]
+    pub format: DiskFormat,
+    /// The guest may not write.
+    #[serde(default)]
+    pub readonly: bool,
+    /// How the host's page cache is used.
+    #[serde(default)]
+    pub cache: Cache,
+    /// How requests reach the host kernel.
+    #[serde(default)]
+    pub aio: Aio,
+    /// Serial number shown to the guest, at most 20 bytes of ASCII.
+    #[serde(default)]
+    pub serial: Option<String>,
+}
+
+/// Image formats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskFormat {
+    /// The bytes of the disk, one to one.
+    #[default]
+    Raw,
+}
+
+/// Cache modes, with QEMU's names and meaning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cache {
+    /// Through the host's page cache; a guest flush reaches the medium.
+    #[default]
+    Writeback,
+    /// Past the host's page cache (`O_DIRECT`); a guest flush reaches the medium.
+    None,
+    /// Through the host's page cache; guest flushes are not passed on.
+    Unsafe,
+}
+
+/// How requests reach the host kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Aio {
+    /// io_uring where the kernel has it, else threads.
+    #[default]
+    Auto,
+    /// io_uring or fail.
+    IoUring,
+    /// A few threads making plain system calls.
+    Threads,
+}
+
+/// The guest's console.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Console {
+    /// virtio-console, `hvc0`.
+    #[default]
+    Virtio,
+    /// A 16550 at port 0x3f8, `ttyS0`.
+    Serial,
+    /// None; the guest's output is lost.
+    None,
+}
