@@ -1,7 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #![forbid(unsafe_code)]
 //! What a VM is: one set of plain structs that flags and `vm.toml` fill and `machine` builds from. No I/O here.
+//!
+//! `parse` reads the text forms (`1G`, `path=root.raw,readonly=on`), `check` says whether a description makes sense,
+//! `cmdline` chooses the kernel's command line when the user gave none.
 
+mod check;
+mod cmdline;
+mod error;
+mod parse;
+mod text;
 mod vm;
 
+pub use check::{MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_MEMORY, MAX_SERIAL, MIN_MEMORY};
+pub use error::SpecError;
+pub use parse::{FromText, Word, parse_on_off, parse_size, show_size};
+pub use text::{Said, said, said_each};
 pub use vm::*;

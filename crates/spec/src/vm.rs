@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The description of one virtual machine. Every field is a key of `vm.toml` and a flag of `tare run`.
+//!
+//! Filled by the command line, read by `machine`. Plain data: [`Vm::check`](crate::Vm::check) says whether it makes sense.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+
+use crate::text::{on_off, said, said_each, size};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,28 +21,69 @@ pub struct Vm {
     /// Kernel command line; `None` lets tare choose one that fits the console and the first disk.
     #[serde(default)]
     pub cmdline: Option<String>,
-    /// Virtual CPUs.
+    /// Who unpacks a compressed kernel.
     #[serde(default)]
+    pub kernel_decompress: KernelDecompress,
+    /// Virtual CPUs.
+    #[serde(default, deserialize_with = "said")]
     pub cpus: Cpus,
     /// Guest memory.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "said")]
     pub memory: Memory,
     /// Disks, in the order the guest sees them.
-    #[serde(default)]
+    #[serde(default, rename = "disk", deserialize_with = "said_each")]
     pub disks: Vec<Disk>,
     /// What the guest talks to the user through.
     #[serde(default)]
     pub console: Console,
     /// An entropy device fed from the host's `getrandom`.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "on_off")]
     pub rng: bool,
     /// Where the ledger goes: `-` prints a table to standard error, a path gets JSON.
     #[serde(default)]
     pub ledger: Option<PathBuf>,
+    /// KVM's device node.
+    #[serde(default = "dev_kvm")]
+    pub kvm: PathBuf,
 }
 
 fn yes() -> bool {
     true
+}
+
+fn dev_kvm() -> PathBuf {
+    PathBuf::from("/dev/kvm")
+}
+
+impl Vm {
+    /// A machine that boots `kernel`, with the default of every other field.
+    #[must_use]
+    pub fn new(kernel: impl Into<PathBuf>) -> Self {
+        Self {
+            kernel: kernel.into(),
+            initrd: None,
+            cmdline: None,
+            kernel_decompress: KernelDecompress::default(),
+            cpus: Cpus::default(),
+            memory: Memory::default(),
+            disks: Vec::new(),
+            console: Console::default(),
+            rng: yes(),
+            ledger: None,
+            kvm: dev_kvm(),
+        }
+    }
+}
+
+/// Who unpacks a compressed (bzImage) kernel.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KernelDecompress {
+    /// The kernel's own stub, inside the guest: works for every kernel.
+    #[default]
+    Guest,
+    /// The monitor, before the guest starts: faster where the compression is one it knows.
+    Monitor,
 }
 
 /// Virtual CPUs and how they are grouped: `count` = sockets x cores x threads.
@@ -64,6 +109,7 @@ impl Default for Cpus {
 #[serde(deny_unknown_fields, default)]
 pub struct Memory {
     /// Bytes; a multiple of 4 KiB, at least 16 MiB.
+    #[serde(deserialize_with = "size")]
     pub size: u64,
 }
 
@@ -83,7 +129,7 @@ pub struct Disk {
     #[serde(default)]
     pub format: DiskFormat,
     /// The guest may not write.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "on_off")]
     pub readonly: bool,
     /// How the host's page cache is used.
     #[serde(default)]
@@ -94,6 +140,21 @@ pub struct Disk {
     /// Serial number shown to the guest, at most 20 bytes of ASCII.
     #[serde(default)]
     pub serial: Option<String>,
+}
+
+impl Disk {
+    /// A writable raw disk at `path` with the default of every other field.
+    #[must_use]
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            format: DiskFormat::default(),
+            readonly: false,
+            cache: Cache::default(),
+            aio: Aio::default(),
+            serial: None,
+        }
+    }
 }
 
 /// Image formats.

@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The text forms of a description: sizes, on/off, words, and `key=value` groups with QEMU's `,,` for a comma.
+//!
+//! Called by the command line for flags and by `text` for strings in `vm.toml`, so that both read the same.
+
+use std::path::PathBuf;
+
+use crate::{Aio, Cache, Console, Cpus, Disk, DiskFormat, KernelDecompress, MAX_CPUS, Memory, SpecError};
+
+/// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
+pub trait FromText: Sized {
+    /// Reads the text form.
+    ///
+    /// # Errors
+    /// [`SpecError`] with the key as its place.
+    fn from_text(text: &str) -> Result<Self, SpecError>;
+}
+
+/// A value that is one of a few words.
+pub trait Word: Copy + PartialEq + 'static {
+    /// What the word names, with its article: `a cache mode`.
+    const WHAT: &'static str;
+    /// Every word and its value; a test holds these to the names that serde uses.
+    const WORDS: &'static [(&'static str, Self)];
+
+    /// Reads one of the words.
+    ///
+    /// # Errors
+    /// [`SpecError::NotA`] at `place`, naming all the words.
+    fn from_word(place: &str, text: &str) -> Result<Self, SpecError> {
+        Self::WORDS.iter().find(|(word, _)| *word == text).map(|(_, value)| *value).ok_or_else(|| SpecError::NotA {
+            place: place.to_owned(),
+            value: text.to_owned(),
+            want: Self::WHAT,
+            hint: format!("use {}", any_of(Self::WORDS.iter().map(|(word, _)| *word))),
+        })
+    }
+}
+
+/// `a`, `a or b`, `a, b or c`.
+fn any_of<'a>(words: impl DoubleEndedIterator<Item = &'a str>) -> String {
+    let mut words = words.rev();
+    let last = words.next().unwrap_or_default().to_owned();
+    let rest: Vec<_> = words.rev().collect();
+    if rest.is_empty() { last } else { format!("{} or {last}", rest.join(", ")) }
+}
+
+impl Word for DiskFormat {
+    const WHAT: &'static str = "a disk format";
+    const WORDS: &'static [(&'static str, Self)] = &[("raw", Self::Raw)];
+}
+
+impl Word for Cache {
+    const WHAT: &'static str = "a cache mode";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("writeback", Self::Writeback), ("none", Self::None), ("unsafe", Self::Unsafe)];
+}
+
+impl Word for Aio {
+    const WHAT: &'static str = "a way of doing I/O";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("auto", Self::Auto), ("io_uring", Self::IoUring), ("threads", Self::Threads)];
+}
+
+impl Word for Console {
+    const WHAT: &'static str = "a console";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("virtio", Self::Virtio), ("serial", Self::Serial), ("none", Self::None)];
+}
+
+impl Word for KernelDecompress {
+    const WHAT: &'static str = "a place to unpack the kernel";
+    const WORDS: &'static [(&'static str, Self)] = &[("guest", Self::Guest), ("monitor", Self::Monitor)];
+}
+
+/// Reads `on`, `off`, `true` or `false`.
+///
+/// # Errors
+/// [`SpecError::NotA`] at `place`.
+pub fn parse_on_off(place: &str, text: &str) -> Result<bool, SpecError> {
+    match text {
+        "on" | "true" => Ok(true),
+        "off" | "false" => Ok(false),
+        _ => Err(SpecError::NotA {
+            place: place.to_owned(),
+            value: text.to_owned(),
+            want: "on or off",
+            hint: "use on or off".to_owned(),
+        }),
+    }
+}
+
+/// Reads a size in bytes: a whole number, then nothing, or K, M, G or T (powers of 1024, either case, `iB` allowed).
+///
+/// # Errors
+/// [`SpecError::NotA`] at `place` for anything else, and for 2^64 bytes and more.
+pub fn parse_size(place: &str, text: &str) -> Result<u64, SpecError> {
+    let bad = || SpecError::NotA {
+        place: place.to_owned(),
+        value: text.to_owned(),
+        want: "a size",
+        hint: "write a whole number with K, M, G or T, such as 512M".to_owned(),
+    };
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at_checked(digits).ok_or_else(bad)?;
+    let shift = match unit.strip_suffix("iB").filter(|u| !u.is_empty()).unwrap_or(unit) {
+        "" => 0,
+        "K" | "k" => 10,
+        "M" | "m" => 20,
+        "G" | "g" => 30,
+        "T" | "t" => 40,
+        _ => return Err(bad()),
+    };
+    let number: u64 = number.parse().map_err(|_| bad())?;
+    number.checked_mul(1 << shift).ok_or_else(bad)
+}
+
+/// Writes a size the way [`parse_size`] reads it, in the largest unit that divides it.
+#[must_use]
+pub fn show_size(bytes: u64) -> String {
+    for (shift, unit) in [(40, "T"), (30, "G"), (20, "M"), (10, "K")] {
+        if bytes != 0 && bytes.trailing_zeros() >= shift {
+            return format!("{}{unit}", bytes >> shift);
+        }
+    }
+    bytes.to_string()
+}
+
+/// A group of `key=value` items, each key known and given once.
+struct Group {
+    name: &'static str,
+    items: Vec<(String, String)>,
+}
+
+impl Group {
+    /// Splits `text`. A first item without `=` is the value of `first`.
+    fn parse(name: &'static str, text: &str, first: &str, known: &[&str]) -> Result<Self, SpecError> {
+        let mut group = Self { name, items: Vec::new() };
+        for (index, item) in split_items(text).into_iter().enumerate() {
+            let (key, value) = match item.split_once('=') {
+                Some((key, value)) => (key.to_owned(), value.to_owned()),
+                None if index == 0 => (first.to_owned(), item),
+                None if item.is_empty() => {
+                    return Err(SpecError::NotA {
+                        place: name.to_owned(),
+                        value: text.to_owned(),
+                        want: "a list of key=value",
+                        hint: "take the empty item out, or write a comma in a path as `,,`".to_owned(),
+                    });
+                }
+                None => {
+                    return Err(SpecError::NotA {
+                        place: name.to_owned(),
+                        value: item,
+                        want: "of the form key=value",
+                        hint: format!("the keys are {}", known.join(", ")),
+                    });
+                }
+            };
+            if !known.contains(&key.as_str()) {
+                return Err(SpecError::UnknownKey { place: name.to_owned(), key, known: known.join(", ") });
+            }
+            if group.items.iter().any(|(k, _)| *k == key) {
+                return Err(SpecError::Repeated { place: name.to_owned(), key });
+            }
+            group.items.push((key, value));
+        }
+        Ok(group)
+    }
+
+    /// The value of `key` and its full name, through `read`.
+    fn read<T>(
+        &self,
+        key: &str,
+        read: impl FnOnce(&str, &str) -> Result<T, SpecError>,
+    ) -> Result<Option<T>, SpecError> {
+        match self.items.iter().find(|(k, _)| k == key) {
+            Some((_, value)) => read(&format!("{}.{key}", self.name), value).map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
+/// Splits at single commas; `,,` is a comma inside an item.
+fn split_items(text: &str) -> Vec<String> {
+    let mut items = vec![String::new()];
+    let mut chars = text.chars().peekable();
+    while let Some(c) = chars.next() {
+        let escaped = c == ',' && chars.next_if_eq(&',').is_some();
+        match items.last_mut() {
+            Some(item) if c != ',' || escaped => item.push(c),
+            _ => items.push(String::new()),
+        }
+    }
+    items
+}
+
+/// Reads a number of virtual CPUs, sockets or threads.
+fn parse_count(place: &str, text: &str) -> Result<u8, SpecError> {
+    text.parse::<u64>()
+        .map_err(|_| SpecError::NotA {
+            place: place.to_owned(),
+            value: text.to_owned(),
+            want: "a number",
+            hint: format!("write a whole number from 1 to {MAX_CPUS}"),
+        })
+        .and_then(|n| {
+            u8::try_from(n).map_err(|_| SpecError::OutOfRange {
+                place: place.to_owned(),
+                what: format!("{n} is too many"),
+                hint: format!("ask for 1 to {MAX_CPUS}"),
+            })
+        })
+}
+
+impl FromText for Memory {
+    /// `1G` or `size=1G`.
+    fn from_text(text: &str) -> Result<Self, SpecError> {
+        let group = Group::parse("memory", text, "size", &["size"])?;
+        let size = group.read("size", |_, v| parse_size("memory", v))?;
+        Ok(size.map_or_else(Self::default, |size| Self { size }))
+    }
+}
+
+impl FromText for Cpus {
+    /// `4` or `4,sockets=1,threads=2` or `count=4,...`.
+    fn from_text(text: &str) -> Result<Self, SpecError> {
+        let group = Group::parse("cpus", text, "count", &["count", "sockets", "threads"])?;
+        let default = Self::default();
+        Ok(Self {
+            count: group.read("count", |_, v| parse_count("cpus", v))?.unwrap_or(default.count),
+            sockets: group.read("sockets", parse_count)?.unwrap_or(default.sockets),
+            threads: group.read("threads", parse_count)?.unwrap_or(default.threads),
+        })
+    }
+}
+
+impl FromText for Disk {
+    /// `root.raw` or `path=root.raw,readonly=on,cache=none,format=raw,aio=io_uring,serial=X`.
+    fn from_text(text: &str) -> Result<Self, SpecError> {
+        const KEYS: &[&str] = &["path", "format", "readonly", "cache", "aio", "serial"];
+        let group = Group::parse("disk", text, "path", KEYS)?;
+        let path = group.read("path", |_, v| Ok(PathBuf::from(v)))?;
+        let path = path.ok_or(SpecError::MissingKey { place: "disk".to_owned(), key: "path" })?;
+        let default = Self::new(path);
+        Ok(Self {
+            format: group.read("format", DiskFormat::from_word)?.unwrap_or(default.format),
+            readonly: group.read("readonly", parse_on_off)?.unwrap_or(default.readonly),
+            cache: group.read("cache", Cache::from_word)?.unwrap_or(default.cache),
+            aio: group.read("aio", Aio::from_word)?.unwrap_or(default.aio),
+            serial: group.read("serial", |_, v| Ok(v.to_owned()))?,
+            path: default.path,
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn fails<T: FromText + std::fmt::Debug>(text: &str) -> String {
+        T::from_text(text).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn sizes() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("64K", 64 << 10),
+            ("1M", 1 << 20),
+            ("3g", 3 << 30),
+            ("2T", 2 << 40),
+            ("512MiB", 512 << 20),
+            ("18446744073709551615", u64::MAX),
+        ] {
+            assert_eq!(parse_size("memory", text), Ok(bytes), "{text}");
+        }
+        for text in
+            ["", "G", "-1", "+1", "1.5G", "1GB", "1 G", "0x10", "iB", "1iB", "16777216T", "18446744073709551616", "１G"]
+        {
+            assert!(parse_size("memory", text).is_err(), "{text}");
+        }
+        assert_eq!(
+            fails::<Memory>("12Q"),
+            "`12Q` is not a size: memory; write a whole number with K, M, G or T, such as 512M"
+        );
+    }
+
+    #[test]
+    fn shown_sizes_read_back() {
+        for bytes in [0, 1, 1023, 1024, 1025, 3 << 20, (1 << 30) + 4096, 5 << 40, u64::MAX] {
+            assert_eq!(parse_size("x", &show_size(bytes)), Ok(bytes));
+        }
+        assert_eq!(show_size(1536 << 20), "1536M");
+    }
+
+    #[test]
+    fn memory_and_cpus() {
+        assert_eq!(Memory::from_text("1G").unwrap().size, 1 << 30);
+        assert_eq!(Memory::from_text("size=64M").unwrap().size, 64 << 20);
+        assert_eq!(Cpus::from_text("4").unwrap(), Cpus { count: 4, sockets: 1, threads: 1 });
+        assert_eq!(Cpus::from_text("4,sockets=1,threads=2").unwrap(), Cpus { count: 4, sockets: 1, threads: 2 });
+        assert_eq!(Cpus::from_text("threads=2,count=8,sockets=2").unwrap(), Cpus { count: 8, sockets: 2, threads: 2 });
+        assert_eq!(fails::<Cpus>("300"), "300 is too many: cpus; ask for 1 to 64");
+        assert_eq!(fails::<Cpus>("many"), "`many` is not a number: cpus; write a whole number from 1 to 64");
+        assert_eq!(fails::<Cpus>("4,cores=2"), "unknown key `cores`: cpus; the keys are count, sockets, threads");
+        assert_eq!(fails::<Cpus>("4,count=2"), "`count` is given twice: cpus; give it once");
+    }
+
+    #[test]
+    fn disk_groups() {
+        assert_eq!(Disk::from_text("root.raw").unwrap(), Disk::new("root.raw"));
+        assert_eq!(Disk::from_text("a,,b,readonly=on").unwrap(), Disk { readonly: true, ..Disk::new("a,b") });
+        assert_eq!(Disk::from_text("path=k=v.raw").unwrap(), Disk::new("k=v.raw"));
+        assert_eq!(
+            Disk::from_text("path=root.raw,readonly=off,cache=none,format=raw,aio=io_uring,serial=X1").unwrap(),
+            Disk { cache: Cache::None, aio: Aio::IoUring, serial: Some("X1".to_owned()), ..Disk::new("root.raw") }
+        );
+        assert_eq!(fails::<Disk>("readonly=on"), "`path` is missing: disk; add path=VALUE");
+        assert_eq!(
+            fails::<Disk>("a.raw,ro"),
+            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial"
+        );
+        assert_eq!(
+            fails::<Disk>("a,cache=writethrough"),
+            "`writethrough` is not a cache mode: disk.cache; use writeback, none or unsafe"
+        );
+        assert_eq!(fails::<Disk>("a,format=qcow2"), "`qcow2` is not a disk format: disk.format; use raw");
+        assert_eq!(fails::<Disk>("a,readonly=maybe"), "`maybe` is not on or off: disk.readonly; use on or off");
+        assert!(fails::<Disk>("a,").contains("empty item"));
+    }
+
+    #[test]
+    fn comma_escapes_split_as_qemu_does() {
+        assert_eq!(split_items("a,,b"), ["a,b"]);
+        assert_eq!(split_items("a,,,b"), ["a,", "b"]);
+        assert_eq!(split_items(",,,,"), [",,"]);
+        assert_eq!(split_items(""), [""]);
+        assert_eq!(split_items("a,b,"), ["a", "b", ""]);
+    }
+
+    /// The words of flags are the words of `vm.toml`.
+    #[test]
+    fn words_agree_with_serde() {
+        fn check<T: Word + serde::Serialize + std::fmt::Debug>() {
+            for (word, value) in T::WORDS {
+                assert_eq!(serde_json::to_string(value).unwrap(), format!("\"{word}\""));
+                assert_eq!(T::from_word("x", word).unwrap(), *value);
+            }
+            assert!(T::from_word("x", "nonsense").is_err());
+        }
+        check::<DiskFormat>();
+        check::<Cache>();
+        check::<Aio>();
+        check::<Console>();
+        check::<KernelDecompress>();
+    }
+}
