@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The machine as the guest's firmware tables describe it: a plain value that `machine` fills and `load` reads.
+
+use base::{Gpa, Gsi};
+
+use crate::BootError;
+
+/// What the E820 map and the ACPI tables tell the guest about its machine. RAM itself comes from [`mem::GuestRam`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Platform {
+    /// APIC id of every CPU, the boot CPU's first; 1 to 64 of them, all different.
+    pub apic_ids: Vec<u32>,
+    /// Where every CPU sees its local APIC.
+    pub lapic: Gpa,
+    /// Where the I/O APIC is; its id is 0 and its first input GSI 0.
+    pub ioapic: Gpa,
+    /// The PCI Express configuration window, if there is a PCI bus at all.
+    pub ecam: Option<Ecam>,
+    /// Whether ports 0xcf8 to 0xcff answer. A guest with an ECAM needs them for nothing and is quicker without.
+    pub conf1: bool,
+    /// 32-bit memory for BARs: below 4 GiB, outside RAM; length in bytes, 0 for none.
+    pub pci_window32: (Gpa, u64),
+    /// 64-bit memory for BARs: past 4 GiB and all RAM; length in bytes, 0 for none.
+    pub pci_window64: (Gpa, u64),
+    /// A 16550 with eight ports, edge triggered.
+    pub serial: Option<Serial>,
+    /// The port of a pvpanic device, one byte.
+    pub pvpanic_port: Option<u16>,
+    /// How the guest switches itself off and is asked to.
+    pub pm: PmPorts,
+}
+
+/// A PCI Express configuration window: 1 MiB for each bus, starting with bus 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ecam {
+    /// First byte; 1 MiB aligned, outside RAM.
+    pub base: Gpa,
+    /// 1 to 256.
+    pub buses: u16,
+}
+
+impl Ecam {
+    /// Bytes in the window.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        u64::from(self.buses) << 20
+    }
+
+    /// Whether it has no bus; a checked one never is.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.buses == 0
+    }
+}
+
+/// A 16550.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Serial {
+    /// First of eight ports, 0x3f8 for COM1.
+    pub port: u16,
+    /// Its interrupt, 4 for COM1.
+    pub gsi: Gsi,
+}
+
+/// The hardware-reduced ACPI power registers (ACPI 6.5, 4.8.3.7), one port each, and the power button's interrupt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PmPorts {
+    /// The guest writes [`PmPorts::POWER_OFF`] here to switch itself off.
+    pub sleep_control: u16,
+    /// Reads as 0; writes are ignored.
+    pub sleep_status: u16,
+    /// Any write of `reset_value` here resets the guest.
+    pub reset: u16,
+    /// What the guest writes to `reset`.
+    pub reset_value: u8,
+    /// Edge triggered: each pulse is one press of the power button.
+    pub button: Gsi,
+}
+
+impl PmPorts {
+    /// The value of the sleep control register that means "off now": SLP_EN with the sleep type of `\_S5`.
+    pub const POWER_OFF: u8 = Self::SLP_EN | Self::S5 << 2;
+    /// Sleep type of S5 as `\_S5` names it.
+    pub const S5: u8 = 5;
+    /// "Do it now" bit of the sleep control register.
+    pub const SLP_EN: u8 = 1 << 5;
+}
+
+impl Platform {
+    /// Most CPUs the tables are made for.
+    pub const MAX_CPUS: usize = 64;
+
+    /// Whether the tables can describe it.
+    ///
+    /// # Errors
+    /// [`BootError::Platform`] naming the field.
+    pub fn check(&self) -> Result<(), BootError> {
+        let bad = |what: String| Err(BootError::Platform(what));
+        let n = self.apic_ids.len();
+        if n == 0 || n > Self::MAX_CPUS {
+            return bad(format!("{n} CPUs, need 1 to {}", Self::MAX_CPUS));
+        }
+        let mut ids = self.apic_ids.clone();
+        ids.sort_unstable();
+        if ids.windows(2).any(|w| w[0] == w[1]) {
+            return bad("two CPUs share an APIC id".into());
+        }
+        for (name, at) in [("local APIC", self.lapic), ("I/O APIC", self.ioapic)] {
+            if at.0 > u64::from(u32::MAX) || at.0 & 0xfff != 0 {
+                return bad(format!("{name} at {at}, need a page below 4 GiB"));
+            }
+        }
+        if let Some(ecam) = self.ecam
+            && (ecam.buses == 0 || ecam.buses > 256 || ecam.base.0 & 0xf_ffff != 0 || ecam.base.checked_add(ecam.len()).is_none())
+        {
+            return bad(format!("ECAM of {} buses at {}", ecam.buses, ecam.base));
+        }
+        let (at32, len32) = self.pci_window32;
+        if at32.checked_add(len32).is_none_or(|end| end.0 > mem::HIGH_START) {
+            return bad(format!("32-bit PCI window of {len32} bytes at {at32}"));
+        }
+        let (at64, len64) = self.pci_window64;
+        if at64.checked_add(len64).is_none() || (len64 > 0 && at64.0 < mem::HIGH_START) {
+            return bad(format!("64-bit PCI window of {len64} bytes at {at64}"));
+        }
+        Ok(())
+    }
+}
