@@ -81,7 +81,7 @@ fn stale(tree: &Tree, house: &House) -> Vec<Finding> {
         .iter()
         .filter(|entry| {
             let tokens = tree.file(&entry.file).and_then(|file| TokenStream::from_str(&file.text).ok());
-            !tokens.is_some_and(|tokens| !rust::lines_with_word(tokens, "unsafe").is_empty())
+            tokens.is_none_or(|tokens| rust::lines_with_word(tokens, "unsafe").is_empty())
         })
         .map(|entry| Finding::breach(house::PATH, format!("{} has no unsafe code: drop the entry", entry.file)))
         .collect()

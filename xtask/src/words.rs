@@ -100,11 +100,10 @@ fn lines_with(file: &SourceFile, words: &[&str], say: impl Fn(&str) -> String) -
 
 fn holds(line: &str, word: &str) -> bool {
     line.match_indices(word).any(|(at, _)| {
-        let before = line[..at].chars().next_back();
-        let after = line[at + word.len()..].chars().next();
-        let ends_in_letter = word.ends_with(|c: char| c.is_alphanumeric());
-        !before.is_some_and(|c| c.is_alphanumeric() || c == '_')
-            && !(ends_in_letter && after.is_some_and(|c| c.is_alphanumeric() || c == '_'))
+        let in_word = |neighbour: Option<char>| neighbour.is_some_and(|c| c.is_alphanumeric() || c == '_');
+        let longer_before = in_word(line[..at].chars().next_back());
+        let longer_after = word.ends_with(char::is_alphanumeric) && in_word(line[at + word.len()..].chars().next());
+        !(longer_before || longer_after)
     })
 }
 
