@@ -1,0 +1,2 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The virtio block device (virtio 1.2, 5.2).
