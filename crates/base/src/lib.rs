@@ -3,6 +3,7 @@
 //!
 //! Every other room may use this one; it uses none of them.
 
+pub mod escape;
 pub mod mmap;
 pub mod reactor;
 pub mod segs;
