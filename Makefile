@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# The commands of the README. `make` alone lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# How long each fuzz target runs under `make test` and `make fuzz`.
+FUZZ_SECONDS ?= 60
+
+.PHONY: help demo test check unit fuzz e2e build deps clean-cache
+
+help: ## list these commands
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: deps build ## measure sysbench natively, under QEMU and under tare; table, target/report/index.html, report.json
+	target/release/tare-lab run tax --subjects native,qemu,tare --html target/report --json target/report/report.json
+
+test: deps ## every check and every test, the end-to-end ones in the lab included
+	cargo xtask check
+	cargo test --workspace --locked --quiet
+	$(MAKE) fuzz
+	$(MAKE) e2e
+
+check: ## formatting, clippy, layers, sizes, unsafe code, words, dependencies
+	cargo xtask check
+
+unit: ## unit and property tests alone
+	cargo test --workspace --locked --quiet
+
+fuzz: ## each fuzz target for FUZZ_SECONDS (60)
+	scripts/fuzz $(FUZZ_SECONDS)
+
+e2e: deps build ## boot real kernels under tare in the lab
+	cargo test -p lab --test e2e --locked -- --ignored --test-threads=1
+
+build: ## the release programs
+	cargo build --release --locked -p tare -p lab -p agent
+
+deps: ## install what is missing from Debian's packages
+	@scripts/install-deps build lab
+
+clean-cache: ## remove the cached lab machine
+	target/release/tare-lab host clean
