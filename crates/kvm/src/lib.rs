@@ -1,1 +1,50 @@
-//! Skeleton.
+// SPDX-License-Identifier: Apache-2.0
+//! The only room that names KVM ioctls: system, VM and vCPU descriptors, interrupt routing, statistics.
+//!
+//! `machine` drives it; nothing else of ours does. Calls are thin: one ioctl each, errors say which one failed.
+
+pub mod probe;
+mod ring;
+mod stats;
+mod vcpu;
+mod vm;
+
+pub use kvm_bindings::{
+    CpuId, Msrs, kvm_cpuid_entry2 as CpuidEntry, kvm_msr_entry as MsrEntry, kvm_regs as Regs, kvm_segment as Segment,
+    kvm_sregs as Sregs,
+};
+pub use kvm_ioctls::VcpuExit as Exit;
+pub use ring::CoalescedRing;
+pub use stats::{StatKind, StatUnit, StatValue, Stats};
+pub use vcpu::Vcpu;
+pub use vm::{IoAddress, Kvm, Route, Vm};
+
+/// A KVM call that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum KvmError {
+    /// The device node could not be opened.
+    #[error("cannot open {path}: {source}; {hint}")]
+    Open {
+        /// The node.
+        path: String,
+        /// The host's reason.
+        source: std::io::Error,
+        /// What the user can do.
+        hint: &'static str,
+    },
+    /// An ioctl failed.
+    #[error("KVM refused {call}: {source}")]
+    Call {
+        /// The ioctl by its kernel name.
+        call: &'static str,
+        /// The host's reason.
+        source: std::io::Error,
+    },
+    /// The host's KVM lacks something tare can't do without.
+    #[error("this host's KVM lacks {0}; tare needs Linux 5.10 or newer")]
+    Missing(&'static str),
+}
+
+pub(crate) fn call(call: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> KvmError {
+    move |e| KvmError::Call { call, source: std::io::Error::from_raw_os_error(e.errno()) }
+}

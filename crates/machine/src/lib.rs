@@ -1,1 +1,25 @@
-//! Skeleton.
+// SPDX-License-Identifier: Apache-2.0
+//! Puts the rooms together into a VM that runs: memory, interrupt chips, devices, vCPUs, the main loop and the ledger.
+//!
+//! The only room that sees both `kvm` and devices. The CLI calls [`run`]; everything else here serves that call.
+
+mod build;
+mod console;
+mod control;
+mod dispatch;
+mod error;
+mod layout;
+mod ledger;
+mod legacy;
+mod msi;
+mod pci_host;
+mod run;
+mod signals;
+mod timer;
+mod vcpu;
+
+pub use console::ConsoleIo;
+pub use control::Outcome;
+pub use error::Error;
+pub use ledger::{DeviceLedger, ExitRow, Ledger, MemoryLedger, VcpuLedger};
+pub use run::{Report, run};

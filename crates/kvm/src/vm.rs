@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The system and VM descriptors: memory slots, the in-kernel interrupt chips, eventfds and message routing.
+
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::Path;
+use std::sync::Arc;
+
+use base::{EventFd, Gpa, Gsi, Hva};
+use kvm_bindings::{
+    KVM_API_VERSION, KVM_CAP_COALESCED_PIO, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC,
+    KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, KvmIrqRouting,
+    kvm_irq_routing_entry, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Cap, IoEventAddress, NoDatamatch, VmFd};
+
+use crate::{CpuidEntry, KvmError, Stats, Vcpu, call};
+
+/// `/dev/kvm`.
+pub struct Kvm {
+    fd: kvm_ioctls::Kvm,
+}
+
+impl Kvm {
+    /// Opens the KVM device node at `path` and checks the API version and the capabilities tare can't do without.
+    ///
+    /// # Errors
+    /// [`KvmError::Open`] when the node is missing or forbidden, [`KvmError::Missing`] when KVM is too old.
+    pub fn open(path: &Path) -> Result<Self, KvmError> {
+        let c_path = std::ffi::CString::new(path.as_os_str().as_encoded_bytes()).unwrap_or_default();
+        let fd = kvm_ioctls::Kvm::new_with_path(c_path).map_err(|e| {
+            let source = std::io::Error::from_raw_os_error(e.errno());
+            let hint = match source.kind() {
+                std::io::ErrorKind::NotFound => {
+                    "load kvm_intel or kvm_amd, or enable nested virtualization for this machine (see `tare doctor`)"
+                }
+                std::io::ErrorKind::PermissionDenied => "add yourself to the group kvm, or run as root",
+                _ => "see `tare doctor`",
+            };
+            KvmError::Open { path: path.display().to_string(), source, hint }
+        })?;
+        if fd.get_api_version() != KVM_API_VERSION as i32 {
+            return Err(KvmError::Missing("API version 12"));
+        }
+        for (cap, name) in [
+            (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
+            (Cap::Irqfd, "KVM_CAP_IRQFD"),
+            (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
+            (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+            (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+        ] {
+            if !fd.check_extension(cap) {
+                return Err(KvmError::Missing(name));
+            }
+        }
+        Ok(Self { fd })
+    }
+
+    /// The most vCPUs a VM may have on this host.
+    #[must_use]
+    pub fn max_vcpus(&self) -> usize {
+        self.fd.get_max_vcpus()
+    }
+
+    /// What KVM can show a guest, one entry per leaf and sub-leaf.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn supported_cpuid(&self) -> Result<Vec<CpuidEntry>, KvmError> {
+        let cpuid = self.fd.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(call("KVM_GET_SUPPORTED_CPUID"))?;
+        Ok(cpuid.as_slice().to_vec())
+    }
+
+    /// Whether the in-kernel LAPIC offers the TSC-deadline timer, which `supported_cpuid` does not tell.
+    #[must_use]
+    pub fn has_tsc_deadline(&self) -> bool {
+        self.fd.check_extension(Cap::TscDeadlineTimer)
+    }
+
+    /// Makes an empty VM.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn create_vm(&self) -> Result<Vm, KvmError> {
+        let fd = self.fd.create_vm().map_err(call("KVM_CREATE_VM"))?;
+        Ok(Vm { fd: Arc::new(fd) })
+    }
+}
+
+/// Where an ioeventfd listens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoAddress {
+    /// A guest physical address.
+    Mmio(Gpa),
+    /// An I/O port.
+    Pio(u16),
+}
+
+impl IoAddress {
+    fn raw(self) -> IoEventAddress {
+        match self {
+            Self::Mmio(at) => IoEventAddress::Mmio(at.0),
+            Self::Pio(port) => IoEventAddress::Pio(u64::from(port)),
+        }
+    }
+}
+
+/// One entry of the interrupt routing table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// `gsi` is this pin of the in-kernel IOAPIC (and of the PIC below 16).
+    Pin {
+        /// The interrupt.
+        gsi: Gsi,
+    },
+    /// `gsi` sends a message.
+    Msi {
+        /// The interrupt.
+        gsi: Gsi,
+        /// Message address.
+        address: u64,
+        /// Message data.
+        data: u32,
+    },
+}
+
+/// One VM. Cloning shares it.
+#[derive(Clone)]
+pub struct Vm {
+    fd: Arc<VmFd>,
+}
+
+impl Vm {
+    /// PIC, IOAPIC and LAPICs in the kernel; no PIT, whose tick reinjection would keep AVIC off.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn create_irqchip(&self) -> Result<(), KvmError> {
+        // Three pages below the IOAPIC that no slot covers; Intel hosts need them for real-mode emulation.
+        self.fd.set_identity_map_address(0xfeff_c000).map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
+        self.fd.set_tss_address(0xfeff_d000).map_err(call("KVM_SET_TSS_ADDR"))?;
+        self.fd.create_irq_chip().map_err(call("KVM_CREATE_IRQCHIP"))
+    }
+
+    /// Registers (or, with size 0, removes) memory slot `slot`.
+    ///
+    /// # Safety
+    /// `size` bytes at `host` must stay mapped while the slot is registered, and hold nothing the guest may not see.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`] when the slot overlaps another or there are none left.
+    pub unsafe fn set_slot(&self, slot: u32, at: Gpa, size: u64, host: Hva, readonly: bool) -> Result<(), KvmError> {
+        let region = kvm_userspace_memory_region {
+            slot,
+            flags: if readonly { KVM_MEM_READONLY } else { 0 },
+            guest_phys_addr: at.0,
+            memory_size: size,
+            userspace_addr: host.0,
+        };
+        // SAFETY: the caller keeps the host range mapped while the slot exists.
+        unsafe { self.fd.set_user_memory_region(region) }.map_err(call("KVM_SET_USER_MEMORY_REGION"))
+    }
+
+    /// Guest writes to `at` signal `fd` instead of leaving to the monitor; any width, any value.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn add_ioeventfd(&self, fd: &EventFd, at: IoAddress) -> Result<(), KvmError> {
+        self.fd.register_ioevent(fd, &at.raw(), NoDatamatch).map_err(call("KVM_IOEVENTFD"))
+    }
+
+    /// Undoes [`Vm::add_ioeventfd`].
+    ///
+    /// # Errors
+    /// [`KvmError::Call`] when it was not there.
+    pub fn remove_ioeventfd(&self, fd: &EventFd, at: IoAddress) -> Result<(), KvmError> {
+        self.fd.unregister_ioevent(fd, &at.raw(), NoDatamatch).map_err(call("KVM_IOEVENTFD"))
+    }
+
+    /// Writing `fd` raises `gsi`.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn add_irqfd(&self, fd: &EventFd, gsi: Gsi) -> Result<(), KvmError> {
+        self.fd.register_irqfd(fd, gsi.0).map_err(call("KVM_IRQFD"))
+    }
+
+    /// Replaces the whole interrupt routing table.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`] when the table is too long.
+    pub fn set_routes(&self, routes: &[Route]) -> Result<(), KvmError> {
+        let mut entries = Vec::with_capacity(routes.len() * 2);
+        for route in routes {
+            match *route {
+                Route::Pin { gsi } => {
+                    entries.push(pin(gsi.0, KVM_IRQCHIP_IOAPIC, gsi.0));
+                    if gsi.0 < 8 {
+                        entries.push(pin(gsi.0, KVM_IRQCHIP_PIC_MASTER, gsi.0));
+                    } else if gsi.0 < 16 {
+                        entries.push(pin(gsi.0, KVM_IRQCHIP_PIC_SLAVE, gsi.0 - 8));
+                    }
+                }
+                Route::Msi { gsi, address, data } => {
+                    let mut entry = kvm_irq_routing_entry { gsi: gsi.0, type_: KVM_IRQ_ROUTING_MSI, ..Default::default() };
+                    entry.u.msi.address_lo = address as u32;
+                    entry.u.msi.address_hi = (address >> 32) as u32;
+                    entry.u.msi.data = data;
+                    entries.push(entry);
+                }
+            }
+        }
+        let table = KvmIrqRouting::from_entries(&entries).map_err(|_| KvmError::Missing("room for that many interrupt routes"))?;
+        self.fd.set_gsi_routing(&table).map_err(call("KVM_SET_GSI_ROUTING"))
+    }
+
+    /// Makes vCPU `id`; its LAPIC id is the same number.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn create_vcpu(&self, id: u8) -> Result<Vcpu, KvmError> {
+        let fd = self.fd.create_vcpu(u64::from(id)).map_err(call("KVM_CREATE_VCPU"))?;
+        Ok(Vcpu::new(fd))
+    }
+
+    /// Lets KVM queue byte writes to `port` in the ring of [`crate::CoalescedRing`] instead of leaving to the monitor for
+    /// each. `false` where the host can't.
+    pub fn coalesce_port(&self, port: u16) -> bool {
+        self.fd.check_extension_raw(u64::from(KVM_CAP_COALESCED_PIO)) > 0
+            && self.fd.register_coalesced_mmio(IoEventAddress::Pio(u64::from(port)), 1).is_ok()
+    }
+
+    /// KVM's own counters for this VM, or `None` before Linux 5.14.
+    #[must_use]
+    pub fn stats(&self) -> Option<Stats> {
+        Stats::open(&*self.fd)
+    }
+}
+
+impl AsRawFd for Vm {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+fn pin(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
+    let mut entry = kvm_irq_routing_entry { gsi, type_: KVM_IRQ_ROUTING_IRQCHIP, ..Default::default() };
+    entry.u.irqchip.irqchip = irqchip;
+    entry.u.irqchip.pin = pin;
+    entry
+}

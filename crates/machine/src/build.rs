@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+//! From a description to a VM that is ready to run: memory, interrupt chips, devices, kernel, vCPUs, in that order.
+//!
+//! Called once per run, on the main thread, before any other thread exists.
+
+use std::sync::Arc;
+
+use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gpa};
+use boot::{Ecam, Platform, Serial, Source};
+use kvm::{Kvm, Vcpu, Vm};
+use mem::GuestRam;
+use spec::Console;
+
+use crate::console::ConsoleIo;
+use crate::control::Control;
+use crate::dispatch::Dispatch;
+use crate::error::{Error, host};
+use crate::layout;
+use crate::legacy::{AcpiPorts, SerialPort};
+use crate::pci_host::PciHost;
+use crate::timer::Timer;
+use crate::vcpu::{cpuid, setup};
+
+/// A VM that is ready to run.
+pub struct Built {
+    /// The KVM side; its slots point into `ram`.
+    pub vm: Vm,
+    /// Guest memory; must outlive `vm`'s vCPUs.
+    pub ram: GuestRam,
+    /// The vCPUs, not yet running.
+    pub vcpus: Vec<Vcpu>,
+    /// Devices and the way to them.
+    pub dispatch: Arc<Dispatch>,
+    /// Fires when half a line of serial output has waited long enough.
+    pub timer: Arc<Timer>,
+    /// The guest's power button: one write, one press.
+    pub button: Arc<EventFd>,
+}
+
+/// Builds the VM that `spec` describes.
+///
+/// # Errors
+/// See [`Error`].
+pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
+    let kvm = Kvm::open(&spec.kvm)?;
+    check_host(spec, &kvm)?;
+    let vm = kvm.create_vm()?;
+    let ram = GuestRam::anonymous(&mem::ranges(spec.memory.size))?;
+    for (slot, (at, size, hva)) in (0u32..).zip(ram.regions()) {
+        // SAFETY: `Built` and the run that owns it keep `ram` mapped until every vCPU has stopped; the memory was mapped
+        // for the guest alone.
+        unsafe { vm.set_slot(slot, at, size, hva, false) }?;
+    }
+    vm.create_irqchip()?;
+
+    let control = Arc::new(Control::new().map_err(host("make an eventfd"))?);
+    let timer = Arc::new(Timer::new().map_err(host("make a timer"))?);
+    let button = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?);
+    vm.add_irqfd(&button, layout::ACPI_EVENT_GSI)?;
+    let serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
+    let pci = PciHost::new(spec, &vm, &ram, io)?;
+    let loaded = load(spec, &ram)?;
+
+    let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));
+    let supported = kvm.supported_cpuid()?;
+    for id in 0..spec.cpus.count {
+        let vcpu = vm.create_vcpu(id)?;
+        let inputs = cpuid::Inputs {
+            supported: &supported,
+            cpus: &spec.cpus,
+            tsc_deadline: kvm.has_tsc_deadline(),
+            tsc_khz: vcpu.tsc_khz(),
+        };
+        vcpu.set_cpuid(&cpuid::table(&inputs, id))?;
+        setup::msrs(&vcpu)?;
+        vcpu.set_machine_check_banks(1)?;
+        vcpus.push(vcpu);
+    }
+    if let Some(first) = vcpus.first() {
+        setup::boot_vcpu(first, &loaded)?;
+    }
+    let dispatch = Arc::new(Dispatch::new(control, serial, pci));
+    Ok(Built { vm, ram, vcpus, dispatch, timer, button })
+}
+
+/// What can be told before anything is made.
+fn check_host(spec: &spec::Vm, kvm: &Kvm) -> Result<(), Error> {
+    let most = kvm.max_vcpus();
+    if usize::from(spec.cpus.count) > most {
+        return Err(Error::TooMuch(format!("{} vCPUs are more than this host's KVM allows, {most}; ask for fewer with --cpus", spec.cpus.count)));
+    }
+    let available = host_memory();
+    if available.is_some_and(|have| spec.memory.size > have) {
+        return Err(Error::TooMuch(format!(
+            "{} MiB of guest memory are more than this host has ({} MiB); ask for less with --memory",
+            spec.memory.size >> 20,
+            available.unwrap_or(0) >> 20
+        )));
+    }
+    Ok(())
+}
+
+/// Memory and swap of the host in bytes, from `/proc/meminfo`.
+fn host_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let field = |name: &str| -> Option<u64> {
+        let line = text.lines().find(|l| l.starts_with(name))?;
+        line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()
+    };
+    Some((field("MemTotal:")? + field("SwapTotal:").unwrap_or(0)) << 10)
+}
+
+fn serial(vm: &Vm, io: &ConsoleIo, timer: Arc<Timer>) -> Result<SerialPort, Error> {
+    let line = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?);
+    vm.add_irqfd(&line, layout::SERIAL_GSI)?;
+    Ok(SerialPort::new(layout::SERIAL_PORT, line, io.output.clone(), timer))
+}
+
+/// Puts kernel, initrd, command line and tables into guest memory.
+fn load(spec: &spec::Vm, ram: &GuestRam) -> Result<boot::Entry, Error> {
+    let serial = Serial { port: layout::SERIAL_PORT, gsi: layout::SERIAL_GSI };
+    let high_end = ram.regions().map(|(at, size, _)| at.0 + size).max().unwrap_or(0).max(mem::HIGH_START);
+    let platform = Platform {
+        apic_ids: (0..u32::from(spec.cpus.count)).collect(),
+        lapic: Gpa(0xfee0_0000),
+        ioapic: Gpa(0xfec0_0000),
+        ecam: Some(Ecam { base: layout::ECAM.0, buses: 1 }),
+        conf1: false,
+        pci_window32: layout::PCI_WINDOW,
+        pci_window64: (Gpa(high_end.next_multiple_of(1 << 30)), layout::PCI_WINDOW_HIGH),
+        serial: (spec.console == Console::Serial).then_some(serial),
+        pvpanic_port: Some(layout::PVPANIC_PORT),
+        pm: AcpiPorts::describe(layout::ACPI_PORT, layout::ACPI_EVENT_GSI),
+    };
+    let guest = boot::Guest {
+        kernel: Source::open("kernel", &spec.kernel)?,
+        initrd: spec.initrd.as_deref().map(|path| Source::open("initrd", path)).transpose()?,
+        cmdline: &spec.command_line(),
+        decompress: match spec.kernel_decompress {
+            spec::KernelDecompress::Guest => boot::Decompress::Guest,
+            spec::KernelDecompress::Monitor => boot::Decompress::Monitor,
+        },
+        seed: random_seed(),
+    };
+    Ok(boot::load(ram, &guest, &platform)?.entry)
+}
+
+fn random_seed() -> Option<u64> {
+    let mut seed = [0u8; 8];
+    // SAFETY: the buffer is valid for the eight bytes asked for.
+    let got = unsafe { libc::getrandom(seed.as_mut_ptr().cast(), seed.len(), 0) };
+    (got == 8).then(|| u64::from_ne_bytes(seed))
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who answers an exit: ports and addresses to devices. Called by vCPU threads; each device's lock is taken here and
+//! nowhere else on this path.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::control::Control;
+use crate::layout::{ACPI_PORT, ECAM, PVPANIC_PORT, SERIAL_PORT};
+use crate::ledger::{Party, Reason};
+use crate::legacy::{
+    AcpiPorts, Ask, I8042_COMMAND, I8042_DATA, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED, SerialPort,
+};
+use crate::pci_host::PciHost;
+
+/// Everything a vCPU thread needs to answer an exit.
+pub struct Dispatch {
+    control: Arc<Control>,
+    serial: Option<Mutex<SerialPort>>,
+    pci: PciHost,
+}
+
+/// What an answered exit was, and what it asks for.
+pub type Answered = (Reason, Party, Ask);
+
+const SERIAL_LAST: u16 = SERIAL_PORT + 7;
+const ACPI_LAST: u16 = ACPI_PORT + 2;
+
+impl Dispatch {
+    /// Puts the parts together.
+    #[must_use]
+    pub fn new(control: Arc<Control>, serial: Option<SerialPort>, pci: PciHost) -> Self {
+        Self { control, serial: serial.map(Mutex::new), pci }
+    }
+
+    /// Where outcomes go.
+    #[must_use]
+    pub fn control(&self) -> &Control {
+        &self.control
+    }
+
+    /// The PCI bus and its devices.
+    #[must_use]
+    pub fn pci(&self) -> &PciHost {
+        &self.pci
+    }
+
+    /// Runs `act` on the serial port, if there is one.
+    pub fn with_serial(&self, act: impl FnOnce(&mut SerialPort)) {
+        if let Some(serial) = &self.serial {
+            act(&mut serial.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    /// Hands user input to whichever console the guest has.
+    pub fn input(&self, bytes: &[u8]) {
+        self.with_serial(|s| s.input(bytes));
+        self.pci.input(bytes);
+    }
+
+    /// Answers a read of `port`. What nobody answers reads as all ones, as on a PC.
+    pub fn port_read(&self, port: u16, data: &mut [u8]) -> Answered {
+        let party = match (port, data) {
+            (SERIAL_PORT..=SERIAL_LAST, [byte]) if self.serial.is_some() => {
+                self.with_serial(|s| *byte = s.read(port - SERIAL_PORT));
+                Party::Serial
+            }
+            (I8042_DATA | I8042_COMMAND, data) => {
+                // Status 0: nothing to read, ready for a command.
+                data.fill(0);
+                Party::I8042
+            }
+            (PVPANIC_PORT, data) => {
+                data.fill(PVPANIC_PANICKED | PVPANIC_CRASH_LOADED);
+                Party::Pvpanic
+            }
+            (ACPI_PORT..=ACPI_LAST, data) => {
+                data.fill(0);
+                Party::Acpi
+            }
+            (_, data) => {
+                data.fill(0xff);
+                Party::Nobody
+            }
+        };
+        (Reason::PioRead, party, Ask::Nothing)
+    }
+
+    /// Answers a write of `port`.
+    pub fn port_write(&self, port: u16, data: &[u8]) -> Answered {
+        let (party, ask) = match (port, data) {
+            (SERIAL_PORT..=SERIAL_LAST, bytes) if self.serial.is_some() => {
+                // A string output to one port arrives as many bytes.
+                self.with_serial(|s| bytes.iter().for_each(|b| s.write(port - SERIAL_PORT, *b)));
+                (Party::Serial, Ask::Nothing)
+            }
+            (I8042_COMMAND, [I8042_RESET]) => (Party::I8042, Ask::Reset),
+            (I8042_DATA | I8042_COMMAND, _) => (Party::I8042, Ask::Nothing),
+            (PVPANIC_PORT, [byte]) if byte & PVPANIC_PANICKED != 0 => (Party::Pvpanic, Ask::Panic),
+            (ACPI_PORT..=ACPI_LAST, [byte]) => (Party::Acpi, AcpiPorts::write(port - ACPI_PORT, *byte)),
+            _ => (Party::Nobody, Ask::Nothing),
+        };
+        (Reason::PioWrite, party, ask)
+    }
+
+    /// Answers a read outside RAM.
+    pub fn mmio_read(&self, at: u64, data: &mut [u8]) -> Answered {
+        let party = if let Some(offset) = ecam_offset(at) {
+            self.pci.config_read(offset, data);
+            Party::PciEcam
+        } else if self.pci.bar_read(at, data) {
+            Party::PciBar
+        } else {
+            data.fill(0xff);
+            Party::Nobody
+        };
+        (Reason::MmioRead, party, Ask::Nothing)
+    }
+
+    /// Answers a write outside RAM.
+    pub fn mmio_write(&self, at: u64, data: &[u8]) -> Answered {
+        let party = if let Some(offset) = ecam_offset(at) {
+            self.pci.config_write(offset, data);
+            Party::PciEcam
+        } else if self.pci.bar_write(at, data) {
+            Party::PciBar
+        } else {
+            Party::Nobody
+        };
+        (Reason::MmioWrite, party, Ask::Nothing)
+    }
+}
+
+fn ecam_offset(at: u64) -> Option<u64> {
+    at.checked_sub(ECAM.0.0).filter(|offset| *offset < ECAM.1)
+}

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Where things are in the guest's physical address space and port space. RAM itself is laid out by `mem`.
+//!
+//! ```text
+//! 0xc000_0000  PCI memory window (BARs)      0xfec0_0000  IOAPIC (in KVM)
+//! 0xe000_0000  ECAM, one bus                 0xfee0_0000  local APIC (in KVM)
+//! 0xfeff_c000  KVM's own pages               4 GiB        high RAM, then the 64-bit PCI window
+//! ```
+
+use base::{Gpa, Gsi};
+
+/// Memory window of the PCI host bridge below 4 GiB: all BARs that tare places.
+pub const PCI_WINDOW: (Gpa, u64) = (Gpa(0xc000_0000), 0x2000_0000);
+/// ECAM (PCIe 5.0, 7.2.2): 1 MiB for bus 0.
+pub const ECAM: (Gpa, u64) = (Gpa(0xe000_0000), 0x10_0000);
+/// Size of the PCI window above high RAM.
+pub const PCI_WINDOW_HIGH: u64 = 16 << 30;
+
+/// First port of the 16550.
+pub const SERIAL_PORT: u16 = 0x3f8;
+/// Interrupt of the 16550.
+pub const SERIAL_GSI: Gsi = Gsi(4);
+/// pvpanic's port, where its ACPI device and the Linux driver expect it.
+pub const PVPANIC_PORT: u16 = 0x505;
+/// ACPI sleep control, sleep status and reset registers, one byte each.
+pub const ACPI_PORT: u16 = 0x600;
+/// Interrupt of the ACPI generic event device that carries the power button.
+pub const ACPI_EVENT_GSI: Gsi = Gsi(5);
+/// First interrupt number for messages: past the IOAPIC's 24 pins.
+pub const FIRST_MSI_GSI: u32 = 24;

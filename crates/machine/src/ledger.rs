@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The ledger: what a run cost and where. Kept for every run, printed as a table or written as JSON by the CLI.
+//!
+//! The hot half is [`Counters`], owned by each vCPU thread and touched once per exit; the rest is gathered at the end from
+//! KVM's statistics, `/proc` and the devices' own counters.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use kvm::{StatKind, StatUnit, StatValue};
+use serde::Serialize;
+
+/// Who an exit was for. The order is that of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Party {
+    /// The 16550.
+    Serial,
+    /// The i8042's reset line.
+    I8042,
+    /// pvpanic.
+    Pvpanic,
+    /// ACPI sleep and reset registers.
+    Acpi,
+    /// CF8/CFC configuration access.
+    PciPorts,
+    /// ECAM configuration access.
+    PciEcam,
+    /// A BAR of a PCI device.
+    PciBar,
+    /// No device there.
+    Nobody,
+    /// KVM itself (signals, halts, errors).
+    Kvm,
+}
+
+const PARTIES: [(Party, &str); 9] = [
+    (Party::Serial, "serial"),
+    (Party::I8042, "i8042"),
+    (Party::Pvpanic, "pvpanic"),
+    (Party::Acpi, "acpi"),
+    (Party::PciPorts, "pci-ports"),
+    (Party::PciEcam, "pci-ecam"),
+    (Party::PciBar, "pci-bar"),
+    (Party::Nobody, "nobody"),
+    (Party::Kvm, "kvm"),
+];
+
+/// Why the guest left to the monitor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Reason {
+    /// A port was read.
+    PioRead,
+    /// A port was written.
+    PioWrite,
+    /// An address outside RAM was read.
+    MmioRead,
+    /// An address outside RAM was written.
+    MmioWrite,
+    /// A signal to the vCPU thread.
+    Signal,
+    /// Anything else.
+    Other,
+}
+
+const REASONS: [(Reason, &str); 6] = [
+    (Reason::PioRead, "pio-read"),
+    (Reason::PioWrite, "pio-write"),
+    (Reason::MmioRead, "mmio-read"),
+    (Reason::MmioWrite, "mmio-write"),
+    (Reason::Signal, "signal"),
+    (Reason::Other, "other"),
+];
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Cell {
+    count: u64,
+    ticks: u64,
+}
+
+/// Exits to the monitor of one vCPU, by reason and party. Two additions an exit; time is in TSC ticks until the end.
+#[derive(Clone, Debug, Default)]
+pub struct Counters {
+    cells: [[Cell; PARTIES.len()]; REASONS.len()],
+    /// Ticks spent in `KVM_RUN`.
+    pub run_ticks: u64,
+}
+
+impl Counters {
+    /// Counts one exit that took `ticks` to answer.
+    #[inline]
+    pub fn add(&mut self, reason: Reason, party: Party, ticks: u64) {
+        let cell = &mut self.cells[reason as usize][party as usize];
+        cell.count += 1;
+        cell.ticks += ticks;
+    }
+
+    fn rows(&self, ns_per_tick: f64) -> Vec<ExitRow> {
+        let mut rows = Vec::new();
+        for (reason, reason_name) in REASONS {
+            for (party, party_name) in PARTIES {
+                let cell = self.cells[reason as usize][party as usize];
+                if cell.count > 0 {
+                    rows.push(ExitRow {
+                        reason: reason_name,
+                        device: party_name,
+                        count: cell.count,
+                        ns: (cell.ticks as f64 * ns_per_tick) as u64,
+                    });
+                }
+            }
+        }
+        rows
+    }
+
+    fn monitor_ticks(&self) -> u64 {
+        self.cells.iter().flatten().map(|c| c.ticks).sum()
+    }
+}
+
+/// The time-stamp counter, for intervals of one run.
+#[inline]
+#[must_use]
+pub fn ticks() -> u64 {
+    // SAFETY: RDTSC exists on every x86_64 and has no memory effects.
+    unsafe { std::arch::x86_64::_rdtsc() }
+}
+
+/// Exits to the monitor of one kind.
+#[derive(Clone, Debug, Serialize)]
+pub struct ExitRow {
+    /// Why.
+    pub reason: &'static str,
+    /// For whom.
+    pub device: &'static str,
+    /// How many.
+    pub count: u64,
+    /// Time in the monitor, nanoseconds.
+    pub ns: u64,
+}
+
+/// What one vCPU did.
+#[derive(Clone, Debug, Serialize)]
+pub struct VcpuLedger {
+    /// Its number.
+    pub id: u8,
+    /// In the guest, nanoseconds (the kernel's guest time of the thread; as coarse as its tick accounting).
+    pub guest_ns: u64,
+    /// In KVM on the guest's behalf, nanoseconds: time in `KVM_RUN` that was neither guest nor halted.
+    pub kvm_ns: u64,
+    /// Halted, nanoseconds.
+    pub halted_ns: u64,
+    /// In the monitor, nanoseconds.
+    pub monitor_ns: u64,
+    /// Exits to the monitor.
+    pub exits: Vec<ExitRow>,
+    /// KVM's counters of this vCPU that are not 0.
+    pub kvm: BTreeMap<String, u64>,
+}
+
+impl VcpuLedger {
+    /// Draws up a vCPU's account from what its thread counted and KVM's statistics.
+    #[must_use]
+    pub fn new(id: u8, counters: &Counters, ns_per_tick: f64, guest_ns: u64, stats: &[StatValue]) -> Self {
+        let kvm = plain(stats);
+        let halted_ns = kvm.get("halt_wait_ns").copied().unwrap_or(0) + kvm.get("halt_poll_success_ns").copied().unwrap_or(0);
+        let run_ns = (counters.run_ticks as f64 * ns_per_tick) as u64;
+        Self {
+            id,
+            guest_ns,
+            kvm_ns: run_ns.saturating_sub(guest_ns).saturating_sub(halted_ns),
+            halted_ns,
+            monitor_ns: (counters.monitor_ticks() as f64 * ns_per_tick) as u64,
+            exits: counters.rows(ns_per_tick),
+            kvm,
+        }
+    }
+}
+
+/// What one device did.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct DeviceLedger {
+    /// Its name, as `disk0`.
+    pub name: String,
+    /// Requests finished.
+    pub requests: u64,
+    /// Bytes that went to the guest.
+    pub bytes_read: u64,
+    /// Bytes that came from the guest.
+    pub bytes_written: u64,
+    /// Times the guest's doorbell woke the device.
+    pub kicks: u64,
+    /// Interrupts sent.
+    pub interrupts: u64,
+}
+
+/// Memory of the process, bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct MemoryLedger {
+    /// Guest memory that exists on the host.
+    pub guest_rss: u64,
+    /// Of it, in huge pages.
+    pub guest_huge: u64,
+    /// All else of the process.
+    pub monitor_rss: u64,
+    /// All else, shared pages divided among their users.
+    pub monitor_pss: u64,
+}
+
+/// One run's account.
+#[derive(Clone, Debug, Serialize)]
+pub struct Ledger {
+    /// Layout of this document.
+    pub version: u32,
+    /// From the start of the monitor's set-up to the end of the guest, nanoseconds.
+    pub wall_ns: u64,
+    /// Of it, before the guest's first instruction.
+    pub setup_ns: u64,
+    /// Exits of all kinds, those that KVM answered itself included; 0 where KVM has no statistics.
+    pub exits: u64,
+    /// Exits that came to the monitor.
+    pub monitor_exits: u64,
+    /// Interrupts injected into the guest, as KVM counts them.
+    pub interrupts: u64,
+    /// Per vCPU.
+    pub vcpus: Vec<VcpuLedger>,
+    /// Per device.
+    pub devices: Vec<DeviceLedger>,
+    /// Memory at the end of the run.
+    pub memory: MemoryLedger,
+    /// KVM's counters of the VM that are not 0.
+    pub kvm: BTreeMap<String, u64>,
+}
+
+impl Ledger {
+    /// Adds up the vCPUs.
+    pub fn total(&mut self) {
+        let sum = |key: &str| self.vcpus.iter().filter_map(|v| v.kvm.get(key)).sum();
+        self.exits = sum("exits");
+        self.interrupts = sum("irq_injections");
+        self.monitor_exits = self.vcpus.iter().flat_map(|v| &v.exits).map(|e| e.count).sum();
+    }
+}
+
+impl fmt::Display for Ledger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ms = |ns: u64| ns as f64 / 1e6;
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        writeln!(
+            f,
+            "ledger: {:.1} ms, {:.1} of them set-up; {} exits, {} to the monitor; {} interrupts",
+            ms(self.wall_ns),
+            ms(self.setup_ns),
+            self.exits,
+            self.monitor_exits,
+            self.interrupts
+        )?;
+        writeln!(f, "{:<6} {:>12} {:>12} {:>12} {:>12}", "vcpu", "guest ms", "kvm ms", "halted ms", "monitor ms")?;
+        for v in &self.vcpus {
+            let row = [v.guest_ns, v.kvm_ns, v.halted_ns, v.monitor_ns].map(ms);
+            writeln!(f, "{:<6} {:>12.1} {:>12.1} {:>12.1} {:>12.1}", v.id, row[0], row[1], row[2], row[3])?;
+        }
+        writeln!(f, "{:<6} {:<11} {:<11} {:>12} {:>12}", "vcpu", "exit", "device", "count", "ms")?;
+        for v in &self.vcpus {
+            for e in &v.exits {
+                writeln!(f, "{:<6} {:<11} {:<11} {:>12} {:>12.2}", v.id, e.reason, e.device, e.count, ms(e.ns))?;
+            }
+        }
+        writeln!(f, "{:<10} {:>10} {:>14} {:>14} {:>10} {:>10}", "device", "requests", "bytes read", "written", "kicks", "irqs")?;
+        for d in &self.devices {
+            writeln!(
+                f,
+                "{:<10} {:>10} {:>14} {:>14} {:>10} {:>10}",
+                d.name, d.requests, d.bytes_read, d.bytes_written, d.kicks, d.interrupts
+            )?;
+        }
+        writeln!(
+            f,
+            "memory: guest {:.1} MiB ({:.1} huge), monitor {:.1} MiB RSS, {:.1} MiB PSS",
+            mib(self.memory.guest_rss),
+            mib(self.memory.guest_huge),
+            mib(self.memory.monitor_rss),
+            mib(self.memory.monitor_pss)
+        )?;
+        let mut totals: BTreeMap<&str, u64> = BTreeMap::new();
+        for (name, value) in self.vcpus.iter().flat_map(|v| &v.kvm) {
+            *totals.entry(name).or_default() += value;
+        }
+        let line: Vec<String> = totals.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        writeln!(f, "kvm: {}", line.join(", "))
+    }
+}
+
+/// Single-valued counters that are not 0, by name; histograms are left out.
+#[must_use]
+pub fn plain(stats: &[StatValue]) -> BTreeMap<String, u64> {
+    stats
+        .iter()
+        .filter(|s| s.kind != StatKind::Histogram && s.unit != StatUnit::Boolean)
+        .filter_map(|s| Some((s.name.clone(), *s.values.first()?)))
+        .filter(|(_, value)| *value != 0)
+        .collect()
+}
+
+/// Sorts the process's memory into the guest's and the rest, from the text of `/proc/self/smaps`. `guest` are host address
+/// ranges, start and end.
+#[must_use]
+pub fn memory(smaps: &str, guest: &[(u64, u64)]) -> MemoryLedger {
+    let mut out = MemoryLedger::default();
+    let mut in_guest = false;
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let (Some(first), second) = (words.next(), words.next()) else { continue };
+        if let Some(range) = parse_range(first) {
+            in_guest = guest.iter().any(|g| range.0 >= g.0 && range.1 <= g.1);
+            continue;
+        }
+        let Some(kib) = second.and_then(|w| w.parse::<u64>().ok()) else { continue };
+        match (first, in_guest) {
+            ("Rss:", true) => out.guest_rss += kib << 10,
+            ("AnonHugePages:", true) => out.guest_huge += kib << 10,
+            ("Rss:", false) => out.monitor_rss += kib << 10,
+            ("Pss:", false) => out.monitor_pss += kib << 10,
+            _ => {}
+        }
+    }
+    out
+}
+
+fn parse_range(word: &str) -> Option<(u64, u64)> {
+    let (start, end) = word.split_once('-')?;
+    Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))
+}
+
+/// Nanoseconds of guest time of thread `tid`, from field 43 of its `stat` file (proc(5)), 0 if it can't be read.
+#[must_use]
+pub fn guest_time_ns(stat: &str, ticks_per_second: u64) -> u64 {
+    // The command name may hold anything, so fields are counted from its closing parenthesis: field 3 comes next.
+    let after = stat.rfind(')').map_or("", |at| &stat[at + 1..]);
+    let guest_ticks: u64 = after.split_ascii_whitespace().nth(43 - 3).and_then(|w| w.parse().ok()).unwrap_or(0);
+    guest_ticks.saturating_mul(1_000_000_000 / ticks_per_second.max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn smaps_is_sorted_into_guest_and_monitor() {
+        let smaps = "7f0000000000-7f0010000000 rw-p 00000000 00:00 0 \n\
+                     Rss:               65536 kB\nPss:               65536 kB\nAnonHugePages:     63488 kB\n\
+                     55aa00000000-55aa00100000 r-xp 00000000 08:01 42 /usr/bin/tare\n\
+                     Rss:                 900 kB\nPss:                 450 kB\nAnonHugePages:         0 kB\n";
+        let got = memory(smaps, &[(0x7f00_0000_0000, 0x7f00_1000_0000)]);
+        assert_eq!(
+            got,
+            MemoryLedger {
+                guest_rss: 65536 << 10,
+                guest_huge: 63488 << 10,
+                monitor_rss: 900 << 10,
+                monitor_pss: 450 << 10
+            }
+        );
+    }
+
+    #[test]
+    fn guest_time_survives_odd_thread_names() {
+        let fields: Vec<String> = (3..=52).map(|n| if n == 43 { "250".into() } else { "7".into() }).collect();
+        let stat = format!("12 (vcpu) 0) {}", fields.join(" "));
+        assert_eq!(guest_time_ns(&stat, 100), 2_500_000_000);
+        assert_eq!(guest_time_ns("", 100), 0);
+    }
+
+    #[test]
+    fn counters_become_rows_and_totals() {
+        let mut c = Counters::default();
+        c.add(Reason::PioWrite, Party::Serial, 10);
+        c.add(Reason::PioWrite, Party::Serial, 30);
+        c.add(Reason::MmioRead, Party::PciBar, 5);
+        c.run_ticks = 1000;
+        let v = VcpuLedger::new(0, &c, 2.0, 500, &[]);
+        assert_eq!((v.kvm_ns, v.monitor_ns), (1500, 90));
+        assert_eq!(v.exits.len(), 2);
+        assert_eq!((v.exits[0].reason, v.exits[0].device, v.exits[0].count, v.exits[0].ns), ("pio-write", "serial", 2, 80));
+    }
+}

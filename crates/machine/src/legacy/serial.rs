@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The 16550 at port 0x3f8, from vm-superio, with output gathered into lines and transmit writes coalesced by KVM.
+//!
+//! vCPU threads call it under the machine's serial lock; the main thread feeds input and flushes half lines.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::EventFd;
+use kvm::CoalescedRing;
+
+use crate::timer::Timer;
+use vm_superio::serial::NoEvents;
+use vm_superio::{Serial, Trigger};
+
+/// How long half a line waits for its end.
+const HALF_LINE: Duration = Duration::from_millis(50);
+/// Bytes gathered at most before they are written out.
+const GATHER: usize = 512;
+
+/// Raises the port's interrupt line.
+pub struct Line(Arc<EventFd>);
+
+impl Trigger for Line {
+    type E = io::Error;
+
+    fn trigger(&self) -> io::Result<()> {
+        self.0.write(1)
+    }
+}
+
+/// Gathers single bytes into lines: one write a line instead of one a byte.
+struct Gather {
+    out: Arc<File>,
+    buffer: Vec<u8>,
+}
+
+impl Gather {
+    /// Writes out what is gathered. Output that nobody reads any more (a closed pipe) is dropped; a full pipe is waited for.
+    fn send(&mut self) {
+        if !self.buffer.is_empty() {
+            let _ = (&*self.out).write_all(&self.buffer);
+            self.buffer.clear();
+        }
+    }
+}
+
+impl Write for Gather {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.buffer.extend_from_slice(bytes);
+        if bytes.contains(&b'\n') || self.buffer.len() >= GATHER {
+            self.send();
+        }
+        Ok(bytes.len())
+    }
+
+    /// vm-superio flushes after each byte; lines are flushed by [`SerialPort::flush`] instead.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The port and what feeds it.
+pub struct SerialPort {
+    uart: Serial<Line, NoEvents, Gather>,
+    ring: Option<CoalescedRing>,
+    base: u16,
+    /// Input that found the receive FIFO full.
+    waiting: Vec<u8>,
+    /// Wakes the main loop to flush half a line.
+    timer: Arc<Timer>,
+    armed: bool,
+}
+
+impl SerialPort {
+    /// A port at `base` that writes to `out` and raises `line`. When `timer` fires, call [`SerialPort::flush`].
+    #[must_use]
+    pub fn new(base: u16, line: Arc<EventFd>, out: Arc<File>, timer: Arc<Timer>) -> Self {
+        let gather = Gather { out, buffer: Vec::with_capacity(GATHER) };
+        Self { uart: Serial::new(Line(line), gather), ring: None, base, waiting: Vec::new(), timer, armed: false }
+    }
+
+    /// Takes transmit bytes from `ring` from now on.
+    pub fn set_ring(&mut self, ring: CoalescedRing) {
+        self.ring = Some(ring);
+    }
+
+    /// Bytes that KVM queued go out before anything else happens.
+    fn drain(&mut self) {
+        let Some(ring) = &mut self.ring else { return };
+        while let Some((port, byte)) = ring.pop() {
+            if port == u64::from(self.base) {
+                // A failed interrupt trigger can't be answered to the guest; the byte itself is kept.
+                let _ = self.uart.write(0, byte);
+            }
+        }
+    }
+
+    /// Reads register `offset` (0 to 7).
+    pub fn read(&mut self, offset: u16) -> u8 {
+        self.drain();
+        let value = self.uart.read(offset as u8);
+        if offset == 0 && !self.waiting.is_empty() {
+            let rest = std::mem::take(&mut self.waiting);
+            self.input(&rest);
+        }
+        value
+    }
+
+    /// Writes register `offset` (0 to 7).
+    pub fn write(&mut self, offset: u16, value: u8) {
+        self.drain();
+        // A failed interrupt trigger can't be answered to the guest; the byte itself is kept.
+        let _ = self.uart.write(offset as u8, value);
+        if offset == 0 && !self.armed && !self.uart.writer().buffer.is_empty() {
+            self.armed = true;
+            self.timer.arm(HALF_LINE);
+        }
+    }
+
+    /// Hands user input to the guest; what does not fit the FIFO waits.
+    pub fn input(&mut self, bytes: &[u8]) {
+        let taken = if self.waiting.is_empty() { self.uart.enqueue_raw_bytes(bytes).unwrap_or(0) } else { 0 };
+        self.waiting.extend_from_slice(&bytes[taken.min(bytes.len())..]);
+    }
+
+    /// Writes out half a line that has waited long enough.
+    pub fn flush(&mut self) {
+        self.timer.clear();
+        self.armed = false;
+        self.drain();
+        self.uart.writer_mut().send();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use base::EFD_NONBLOCK;
+    use std::io::Read;
+    use std::os::fd::{FromRawFd, OwnedFd};
+
+    fn pipe() -> (File, File) {
+        let mut fds = [0; 2];
+        // SAFETY: fds holds two ints; the fresh descriptors are owned by nobody else.
+        unsafe {
+            assert_eq!(libc::pipe2(fds.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK), 0);
+            (File::from(OwnedFd::from_raw_fd(fds[0])), File::from(OwnedFd::from_raw_fd(fds[1])))
+        }
+    }
+
+    fn port() -> (SerialPort, File, Arc<EventFd>) {
+        let (rx, tx) = pipe();
+        let line = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        (SerialPort::new(0x3f8, line.clone(), Arc::new(tx), Arc::new(Timer::new().unwrap())), rx, line)
+    }
+
+    #[test]
+    fn output_goes_out_a_line_at_a_time() {
+        let (mut port, mut rx, _) = port();
+        let mut got = [0u8; 64];
+        for &b in b"hi" {
+            port.write(0, b);
+        }
+        assert!(rx.read(&mut got).is_err(), "half a line waits");
+        port.write(0, b'\n');
+        assert_eq!(rx.read(&mut got).unwrap(), 3);
+        assert_eq!(&got[..3], b"hi\n");
+        port.write(0, b'>');
+        port.flush();
+        assert_eq!(rx.read(&mut got).unwrap(), 1);
+    }
+
+    #[test]
+    fn input_past_the_fifo_waits_and_keeps_its_order() {
+        let (mut port, _rx, line) = port();
+        port.write(1, 1); // receive interrupt on
+        let sent: Vec<u8> = (0..200).collect();
+        port.input(&sent[..150]);
+        port.input(&sent[150..]);
+        assert!(line.read().unwrap() > 0);
+        let mut got = Vec::new();
+        while port.read(5) & 1 != 0 {
+            got.push(port.read(0));
+        }
+        assert_eq!(got, sent);
+    }
+}

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Message interrupts through KVM: each vector is an irqfd whose interrupt number is routed to the guest's message.
+//!
+//! Routes change on vCPU threads (the guest programs MSI-X), under one lock; sending is one eventfd write and takes none.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gsi};
+use irq::{MsiMessage, MsiSink, MsiVector};
+use kvm::{Route, Vm};
+
+use crate::layout::FIRST_MSI_GSI;
+
+/// Pins of the in-kernel IOAPIC, which keep their one-to-one routes.
+const IOAPIC_PINS: u32 = 24;
+
+/// The VM's interrupt routes and the numbers given out.
+pub struct KvmMsi {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    vm: Vm,
+    /// One slot per number given out, from `FIRST_MSI_GSI` on.
+    messages: Mutex<Vec<Option<MsiMessage>>>,
+}
+
+struct Vector {
+    gsi: Gsi,
+    index: usize,
+    irqfd: EventFd,
+    shared: Arc<Shared>,
+}
+
+impl KvmMsi {
+    /// Routes for `vm`, pins only so far.
+    #[must_use]
+    pub fn new(vm: Vm) -> Self {
+        Self { shared: Arc::new(Shared { vm, messages: Mutex::new(Vec::new()) }) }
+    }
+}
+
+impl MsiSink for KvmMsi {
+    fn vectors(&self, count: u16) -> io::Result<Vec<Arc<dyn MsiVector>>> {
+        let mut out: Vec<Arc<dyn MsiVector>> = Vec::with_capacity(usize::from(count));
+        for _ in 0..count {
+            let index = {
+                let mut messages = self.shared.messages.lock().unwrap_or_else(PoisonError::into_inner);
+                messages.push(None);
+                messages.len() - 1
+            };
+            let gsi = Gsi(FIRST_MSI_GSI + index as u32);
+            let irqfd = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
+            self.shared.vm.add_irqfd(&irqfd, gsi).map_err(io::Error::other)?;
+            out.push(Arc::new(Vector { gsi, index, irqfd, shared: self.shared.clone() }));
+        }
+        Ok(out)
+    }
+}
+
+impl MsiVector for Vector {
+    fn route(&self, message: Option<MsiMessage>) -> io::Result<()> {
+        let mut messages = self.shared.messages.lock().unwrap_or_else(PoisonError::into_inner);
+        if messages[self.index] == message {
+            return Ok(());
+        }
+        messages[self.index] = message;
+        let pins = (0..IOAPIC_PINS).map(|n| Route::Pin { gsi: Gsi(n) });
+        let sent = messages.iter().enumerate().filter_map(|(i, m)| {
+            m.map(|m| Route::Msi { gsi: Gsi(FIRST_MSI_GSI + i as u32), address: m.address, data: m.data })
+        });
+        let routes: Vec<Route> = pins.chain(sent).collect();
+        // The lock is held across the ioctl so that two vCPUs can't install their tables in the wrong order.
+        self.shared.vm.set_routes(&routes).map_err(io::Error::other)
+    }
+
+    fn notify(&self) {
+        // Only a counter at its limit refuses, and then the interrupt is pending anyway.
+        let _ = self.irqfd.write(1);
+    }
+}
+
+impl std::fmt::Debug for Vector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "message vector on {}", self.gsi)
+    }
+}

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+//! vCPUs: what they know of themselves, how they start, and the loop that runs them.
+
+pub mod cpuid;
+mod run;
+pub mod setup;
+
+pub use run::{Started, Stopped, spawn};

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The vCPU loop: enter the guest, answer what it left for, count it. One thread a vCPU, named `vcpuN`.
+//!
+//! The loop takes no lock of its own; the device that answers an exit takes its own.
+
+use std::io;
+use std::os::unix::thread::JoinHandleExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvm::{Exit, StatValue, Vcpu};
+
+use crate::control::Outcome;
+use crate::dispatch::Dispatch;
+use crate::ledger::{Counters, Party, Reason, guest_time_ns, ticks};
+use crate::legacy::Ask;
+
+/// The signal that gets a vCPU thread out of the guest.
+fn kick_signal() -> libc::c_int {
+    libc::SIGRTMIN()
+}
+
+/// Stack of a vCPU thread: the loop and the devices it calls need little.
+const STACK: usize = 128 << 10;
+
+/// A running vCPU thread.
+pub struct Started {
+    /// Gives the vCPU back, so that its run page outlives every use of `immediate_exit`.
+    thread: JoinHandle<(Vcpu, Stopped)>,
+    immediate_exit: ImmediateExit,
+}
+
+/// The immediate-exit byte of a vCPU's run page.
+struct ImmediateExit(*const AtomicU8);
+
+// SAFETY: the byte is an atomic in a page that stays mapped until the vCPU is dropped, which `Started::stop` does last.
+unsafe impl Send for ImmediateExit {}
+
+/// What a vCPU thread leaves behind.
+pub struct Stopped {
+    /// What it counted.
+    pub counters: Counters,
+    /// KVM's counters.
+    pub stats: Vec<StatValue>,
+    /// The kernel's guest time of the thread, nanoseconds.
+    pub guest_ns: u64,
+}
+
+/// Starts vCPU `id` on a thread of its own.
+///
+/// # Errors
+/// When the host gives no more threads.
+pub fn spawn(id: u8, mut vcpu: Vcpu, dispatch: Arc<Dispatch>) -> io::Result<Started> {
+    install_kick_handler()?;
+    let immediate_exit = ImmediateExit(vcpu.immediate_exit());
+    let thread = std::thread::Builder::new().name(format!("vcpu{id}")).stack_size(STACK).spawn(move || {
+        let mut counters = Counters::default();
+        while !dispatch.control().stopping() {
+            step(id, &mut vcpu, &dispatch, &mut counters);
+        }
+        let stats = vcpu.stats().map(|s| s.read()).unwrap_or_default();
+        (vcpu, Stopped { counters, stats, guest_ns: own_guest_ns() })
+    })?;
+    Ok(Started { thread, immediate_exit })
+}
+
+impl Started {
+    /// Waits for the thread, which must have been told to stop through `Control`; kicks it out of the guest.
+    pub fn stop(self) -> Option<Stopped> {
+        while !self.thread.is_finished() {
+            // SAFETY: the thread has not been joined, so it still owns the vCPU or hands it over in its result: the run
+            // page is mapped.
+            unsafe { (*self.immediate_exit.0).store(1, Ordering::Release) };
+            // SAFETY: the thread has not been joined, so its handle is valid.
+            unsafe { libc::pthread_kill(self.thread.as_pthread_t(), kick_signal()) };
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (_vcpu, stopped) = self.thread.join().ok()?;
+        Some(stopped)
+    }
+}
+
+/// One entry into the guest and the answer to what it left for.
+fn step(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counters: &mut Counters) {
+    let before = ticks();
+    let exit = vcpu.run();
+    let left = ticks();
+    counters.run_ticks += left.wrapping_sub(before);
+    let (reason, party, ask) = match exit {
+        Ok(Exit::IoIn(port, data)) => dispatch.port_read(port, data),
+        Ok(Exit::IoOut(port, data)) => dispatch.port_write(port, data),
+        Ok(Exit::MmioRead(at, data)) => dispatch.mmio_read(at, data),
+        Ok(Exit::MmioWrite(at, data)) => dispatch.mmio_write(at, data),
+        Ok(Exit::Intr) => (Reason::Signal, Party::Kvm, Ask::Nothing),
+        Ok(other) => {
+            let what = fatal(&other);
+            let detail = if matches!(what, Fatal::Internal) { vcpu.internal_error() } else { 0 };
+            finish_fatal(id, vcpu, &what, detail, dispatch);
+            (Reason::Other, Party::Kvm, Ask::Nothing)
+        }
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
+            (Reason::Signal, Party::Kvm, Ask::Nothing)
+        }
+        Err(e) => {
+            dispatch.control().finish(Outcome::GuestFault(format!("vCPU {id} can't run: {e}")));
+            (Reason::Other, Party::Kvm, Ask::Nothing)
+        }
+    };
+    counters.add(reason, party, ticks().wrapping_sub(left));
+    match ask {
+        Ask::Nothing => {}
+        Ask::PowerOff => dispatch.control().finish(Outcome::PowerOff),
+        Ask::Reset => dispatch.control().finish(Outcome::Reset),
+        Ask::Panic => dispatch.control().finish(Outcome::Panic),
+    }
+}
+
+/// Exits after which the guest can't go on.
+enum Fatal {
+    TripleFault,
+    Internal,
+    Entry(u64),
+    Halted,
+    Other(String),
+}
+
+fn fatal(exit: &Exit<'_>) -> Fatal {
+    match exit {
+        Exit::Shutdown => Fatal::TripleFault,
+        Exit::InternalError => Fatal::Internal,
+        Exit::FailEntry(reason, _) => Fatal::Entry(*reason),
+        Exit::Hlt => Fatal::Halted,
+        Exit::SystemEvent(kind, _) => Fatal::Other(format!("system event {kind}")),
+        other => Fatal::Other(format!("{other:?}")),
+    }
+}
+
+fn finish_fatal(id: u8, vcpu: &Vcpu, what: &Fatal, detail: u32, dispatch: &Dispatch) {
+    let rip = vcpu.regs().map(|r| r.rip).unwrap_or_default();
+    let outcome = match what {
+        // Linux resets itself with a triple fault when told `reboot=t`, and when all else failed: a reset is what it wants.
+        Fatal::TripleFault => Outcome::Reset,
+        Fatal::Internal => Outcome::GuestFault(format!(
+            "KVM can't emulate an instruction of vCPU {id} at {rip:#x} (internal error {detail})"
+        )),
+        Fatal::Entry(reason) => Outcome::GuestFault(format!("the CPU refuses to enter vCPU {id} at {rip:#x} ({reason:#x})")),
+        Fatal::Halted => Outcome::GuestFault(format!("vCPU {id} halted for good at {rip:#x}")),
+        Fatal::Other(what) => Outcome::GuestFault(format!("vCPU {id} stopped at {rip:#x}: {what}")),
+    };
+    dispatch.control().finish(outcome);
+}
+
+/// The kick does nothing itself: its arrival makes `KVM_RUN` return.
+fn install_kick_handler() -> io::Result<()> {
+    extern "C" fn on_kick(_: libc::c_int) {}
+    // SAFETY: a zeroed sigaction is valid; the handler is async-signal-safe since it does nothing.
+    let rc = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = on_kick as extern "C" fn(libc::c_int) as usize;
+        libc::sigaction(kick_signal(), &action, std::ptr::null_mut())
+    };
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn own_guest_ns() -> u64 {
+    // SAFETY: sysconf has no preconditions.
+    let hz = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap_or_default();
+    guest_time_ns(&stat, u64::try_from(hz).unwrap_or(100))
+}

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The first register values of a vCPU: long mode for Linux's 64-bit entry, flat 32-bit protected mode for PVH.
+//!
+//! Called by `build` for vCPU 0; the others wait for the guest's start-up IPI. The tables these registers point to are
+//! written by `boot`. Follows Documentation/arch/x86/boot.rst ("64-bit Boot Protocol") and the PVH entry ABI.
+
+use boot::{Entry, LongMode};
+use kvm::{KvmError, MsrEntry, Regs, Segment, Vcpu};
+
+const CR0_PE: u64 = 1;
+const CR0_ET: u64 = 1 << 4;
+const CR0_PG: u64 = 1 << 31;
+const CR4_PAE: u64 = 1 << 5;
+const EFER_LME: u64 = 1 << 8;
+const EFER_LMA: u64 = 1 << 10;
+/// RFLAGS with interrupts off: only the bit that is always one.
+const RFLAGS: u64 = 2;
+
+const MSR_MISC_ENABLE: u32 = 0x1a0;
+const MISC_ENABLE_FAST_STRING: u64 = 1;
+const MSR_MTRR_DEF_TYPE: u32 = 0x2ff;
+const MTRR_ENABLE_WRITE_BACK: u64 = 1 << 11 | 6;
+
+/// Sets the registers of the boot vCPU.
+///
+/// # Errors
+/// [`KvmError`].
+pub fn boot_vcpu(vcpu: &Vcpu, entry: &Entry) -> Result<(), KvmError> {
+    match *entry {
+        Entry::Linux64 { rip, rsi, tables } => {
+            set_segments(vcpu, &tables, true)?;
+            vcpu.set_regs(&Regs { rip: rip.0, rsi: rsi.0, rflags: RFLAGS, ..Default::default() })
+        }
+        Entry::Pvh { rip, rbx, tables } => {
+            set_segments(vcpu, &tables, false)?;
+            vcpu.set_regs(&Regs { rip: rip.0, rbx: rbx.0, rflags: RFLAGS, ..Default::default() })
+        }
+    }
+}
+
+/// MSRs that every vCPU starts with: fast strings, and write-back as the default memory type, as firmware would leave them.
+///
+/// # Errors
+/// [`KvmError`].
+pub fn msrs(vcpu: &Vcpu) -> Result<(), KvmError> {
+    let set = |index, data| MsrEntry { index, data, ..Default::default() };
+    vcpu.set_msrs(&[set(MSR_MISC_ENABLE, MISC_ENABLE_FAST_STRING), set(MSR_MTRR_DEF_TYPE, MTRR_ENABLE_WRITE_BACK)])
+}
+
+fn set_segments(vcpu: &Vcpu, tables: &LongMode, long: bool) -> Result<(), KvmError> {
+    let mut sregs = vcpu.sregs()?;
+    let code = Segment {
+        base: 0,
+        limit: 0xffff_ffff,
+        selector: if long { 0x10 } else { 0x28 },
+        type_: 0xb,
+        present: 1,
+        s: 1,
+        g: 1,
+        l: u8::from(long),
+        db: u8::from(!long),
+        ..Default::default()
+    };
+    let data = Segment { selector: 0x18, type_: 3, l: 0, db: 1, ..code };
+    sregs.cs = code;
+    (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+    sregs.tr = Segment { selector: 0x20, limit: 0x67, type_: 0xb, present: 1, ..Default::default() };
+    (sregs.gdt.base, sregs.gdt.limit) = (tables.gdt.0, tables.gdt_limit);
+    (sregs.idt.base, sregs.idt.limit) = (0, 0);
+    sregs.cr0 = CR0_PE | CR0_ET;
+    if long {
+        sregs.cr0 |= CR0_PG;
+        sregs.cr3 = tables.cr3.0;
+        sregs.cr4 |= CR4_PAE;
+        sregs.efer |= EFER_LME | EFER_LMA;
+    }
+    vcpu.set_sregs(&sregs)
+}
