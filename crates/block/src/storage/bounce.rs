@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Direct I/O for requests whose address, offset or length the host can't take as they are: the bytes go through one aligned
+//! buffer, on the calling thread, one request at a time.
+//!
+//! A write that covers part of a block reads the block first. That needs no lock: all such writes of a disk go through the one
+//! worker that calls this, and a block-aligned write in flight at the same time could only overlap in a sector that the
+//! guest itself writes twice at once.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::fs::File;
+use std::io;
+
+use base::Seg;
+
+use super::sys;
+
+/// Bytes moved at a time; a multiple of every block size.
+const BUFFER: usize = 256 << 10;
+
+/// The aligned buffer, made on first use.
+#[derive(Debug)]
+pub struct Bounce {
+    align: u64,
+    buffer: Option<*mut u8>,
+}
+
+// SAFETY: the buffer belongs to this value alone and has no thread affinity.
+unsafe impl Send for Bounce {}
+
+impl Bounce {
+    /// A bounce for a file whose direct I/O wants multiples of `align` bytes, a power of two up to 4096.
+    pub fn new(align: u32) -> Self {
+        Self { align: u64::from(align.clamp(512, 4096)), buffer: None }
+    }
+
+    /// Whether the host takes the request as it is.
+    pub fn fits(&self, segs: &[Seg], offset: u64) -> bool {
+        let bits = segs.iter().fold(offset, |bits, s| bits | s.ptr as u64 | s.len as u64);
+        bits & (self.align - 1) == 0
+    }
+
+    /// Reads into `segs` through the buffer.
+    ///
+    /// # Errors
+    /// What the host says; `EIO` at the end of the file.
+    pub fn read(&mut self, file: &File, segs: &[Seg], offset: u64) -> io::Result<()> {
+        self.pieces(segs, offset, |ptr, span, inner, piece| {
+            sys::read_all(file, &[Seg { ptr, len: span.len }], span.start)?;
+            copy(ptr.wrapping_add(inner), piece, Way::OutOfBuffer);
+            Ok(())
+        })
+    }
+
+    /// Writes `segs` through the buffer.
+    ///
+    /// # Errors
+    /// What the host says.
+    pub fn write(&mut self, file: &File, segs: &[Seg], offset: u64) -> io::Result<()> {
+        self.pieces(segs, offset, |ptr, span, inner, piece| {
+            let whole = base::segs::total_len(piece) == span.len as u64;
+            if !whole {
+                sys::read_all(file, &[Seg { ptr, len: span.len }], span.start)?;
+            }
+            copy(ptr.wrapping_add(inner), piece, Way::IntoBuffer);
+            sys::write_all(file, &[Seg { ptr, len: span.len }], span.start)
+        })
+    }
+
+    /// Cuts the request into pieces whose aligned spans fit the buffer: buffer, span, where the piece starts in it, piece.
+    fn pieces(
+        &mut self,
+        segs: &[Seg],
+        offset: u64,
+        mut each: impl FnMut(*mut u8, Span, usize, &[Seg]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let ptr = self.buffer()?;
+        let total = base::segs::total_len(segs);
+        let mut done = 0u64;
+        let (mut rest, mut piece) = (Vec::new(), Vec::new());
+        while done < total {
+            let at = offset + done;
+            let start = at & !(self.align - 1);
+            let end = (offset + total).min(start + BUFFER as u64);
+            let len = (end - start).next_multiple_of(self.align) as usize;
+            sys::skip(segs, done, &mut rest);
+            take(&rest, end - at, &mut piece);
+            each(ptr, Span { start, len }, (at - start) as usize, &piece)?;
+            done = end - offset;
+        }
+        Ok(())
+    }
+
+    fn layout() -> io::Result<Layout> {
+        Layout::from_size_align(BUFFER, 4096).map_err(io::Error::other)
+    }
+
+    fn buffer(&mut self) -> io::Result<*mut u8> {
+        if let Some(ptr) = self.buffer {
+            return Ok(ptr);
+        }
+        // SAFETY: the layout has a size that is not zero.
+        let ptr = unsafe { alloc_zeroed(Self::layout()?) };
+        if ptr.is_null() {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        self.buffer = Some(ptr);
+        Ok(ptr)
+    }
+}
+
+impl Drop for Bounce {
+    fn drop(&mut self) {
+        if let (Some(ptr), Ok(layout)) = (self.buffer, Self::layout()) {
+            // SAFETY: ptr came from alloc_zeroed with this very layout and nobody else has it.
+            unsafe { dealloc(ptr, layout) };
+        }
+    }
+}
+
+/// An aligned range of the file.
+struct Span {
+    start: u64,
+    len: usize,
+}
+
+#[derive(Clone, Copy)]
+enum Way {
+    IntoBuffer,
+    OutOfBuffer,
+}
+
+/// Puts the first `len` bytes of `segs` into `piece`.
+fn take(segs: &[Seg], mut len: u64, piece: &mut Vec<Seg>) {
+    piece.clear();
+    for seg in segs {
+        if len == 0 {
+            break;
+        }
+        let n = len.min(seg.len as u64);
+        piece.push(Seg { ptr: seg.ptr, len: n as usize });
+        len -= n;
+    }
+}
+
+/// Copies between the buffer from `ptr` on and `segs`.
+fn copy(mut ptr: *mut u8, segs: &[Seg], way: Way) {
+    for seg in segs {
+        let (from, to) = match way {
+            Way::IntoBuffer => (seg.ptr, ptr),
+            Way::OutOfBuffer => (ptr, seg.ptr),
+        };
+        // SAFETY: `pieces` cut the segments so that they fit between `ptr` and the end of the buffer; the segment's bytes
+        // stay mapped by its maker's promise; a private buffer and guest memory can't overlap, but `copy` would allow it.
+        unsafe { std::ptr::copy(from, to, seg.len) };
+        ptr = ptr.wrapping_add(seg.len);
+    }
+}

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Regular files and block devices: decides, for each request, whether it is served at once on the calling thread or handed
+//! to a back end that can wait (io_uring or threads).
+//!
+//! Why at once: a read that hits the page cache and a write that goes into it are a copy, and one plain system call is the
+//! cheapest copy there is. File systems make io_uring hand buffered writes and every `fsync` to kernel threads, which
+//! costs two context switches per request, the more so where worker and vCPU share a CPU. What turns out to wait
+//! (a cache miss, a throttled write, a slow flush) goes to the back end, and [`Patience`] remembers it.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::EventFd;
+
+use crate::disk::{Aio, Cache, Completion, Op, Options, Request};
+use crate::open::OpenFile;
+
+use super::bounce::Bounce;
+use super::patience::Patience;
+use super::sys;
+use super::threads::Threads;
+use super::uring::Uring;
+
+/// An operation that held the worker longer than this should have gone to the back end.
+const LONG: Duration = Duration::from_millis(1);
+
+/// What waits for requests that have to.
+#[derive(Debug)]
+enum Back {
+    /// Not attached: everything is served at once, however long it takes.
+    None,
+    Uring(Box<Uring>),
+    Threads(Threads),
+}
+
+/// What a request in flight will mean when it completes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Modify,
+    /// A flush, and how many modifications it covers.
+    Flush(u64),
+}
+
+/// A file or block device.
+#[derive(Debug)]
+pub struct FileStorage {
+    file: Arc<File>,
+    block_device: bool,
+    direct: bool,
+    cache: Cache,
+    aio: Aio,
+    back: Back,
+    /// Completions nobody has reaped yet.
+    pub ready: Vec<Completion>,
+    /// By request id.
+    kinds: Vec<Kind>,
+    in_flight: usize,
+    durable: Durable,
+    bounce: Bounce,
+    reads: Patience,
+    writes: Patience,
+    flushes: Patience,
+}
+
+/// Which flushes have anything to do.
+#[derive(Debug)]
+struct Durable {
+    /// Modifications that completed, plus one for what was dirty before we came.
+    modified: u64,
+    /// How many of them the last good flush covers.
+    flushed: u64,
+    /// A flush failed: the page cache may have dropped data, so no later flush may claim success.
+    lost: bool,
+}
+
+impl FileStorage {
+    /// A storage on an open file; synchronous until [`Self::attach`].
+    pub fn new(open: OpenFile, options: &Options) -> Self {
+        Self {
+            bounce: Bounce::new(open.direct_align),
+            file: Arc::new(open.file),
+            block_device: open.block_device,
+            direct: options.cache == Cache::None,
+            cache: options.cache,
+            aio: options.aio,
+            back: Back::None,
+            ready: Vec::new(),
+            kinds: Vec::new(),
+            in_flight: 0,
+            durable: Durable { modified: 1, flushed: 0, lost: false },
+            reads: Patience::default(),
+            writes: Patience::default(),
+            flushes: Patience::default(),
+        }
+    }
+
+    /// See [`crate::Disk::attach`].
+    pub fn attach(&mut self, wake: &EventFd) -> io::Result<()> {
+        self.back = match self.aio {
+            Aio::Threads => Back::Threads(Threads::new(&self.file, self.block_device, wake)?),
+            Aio::IoUring => Back::Uring(Box::new(Uring::new(&self.file, self.block_device, wake)?)),
+            Aio::Auto => match Uring::new(&self.file, self.block_device, wake) {
+                Ok(ring) => Back::Uring(Box::new(ring)),
+                Err(_) => Back::Threads(Threads::new(&self.file, self.block_device, wake)?),
+            },
+        };
+        Ok(())
+    }
+
+    /// See [`crate::Disk::detach`].
+    pub fn detach(&mut self) {
+        let mut done = Vec::new();
+        match &mut self.back {
+            Back::None => {}
+            Back::Uring(ring) => ring.drain(&mut done),
+            Back::Threads(pool) => pool.drain(&mut done),
+        }
+        for completion in done {
+            self.finish(completion);
+        }
+        self.back = Back::None;
+    }
+
+    /// See [`crate::Disk::engine`].
+    pub fn engine(&self) -> &'static str {
+        match self.back {
+            Back::None => "detached",
+            Back::Uring(_) => "io_uring",
+            Back::Threads(_) => "threads",
+        }
+    }
+
+    /// Takes a request whose range was checked.
+    pub fn submit(&mut self, request: &Request<'_>) {
+        let kind = match request.op {
+            Op::Read => Kind::Read,
+            Op::Flush => Kind::Flush(self.durable.modified),
+            Op::Write | Op::Discard | Op::WriteZeroes { .. } => Kind::Modify,
+        };
+        let result = match self.no_need(kind) {
+            Some(result) => Some(result),
+            None => self.try_at_once(request),
+        };
+        if let Some(result) = result {
+            self.conclude(kind, result.is_ok());
+            self.ready.push(Completion { id: request.id, result });
+            return;
+        }
+        let index = usize::from(request.id);
+        if index >= self.kinds.len() {
+            self.kinds.resize(index + 1, Kind::Read);
+        }
+        if let Some(slot) = self.kinds.get_mut(index) {
+            *slot = kind;
+        }
+        self.in_flight += 1;
+        match &mut self.back {
+            Back::Uring(ring) => ring.submit(request),
+            Back::Threads(pool) => pool.submit(request),
+            // `try_at_once` leaves nothing over without a back end.
+            Back::None => {}
+        }
+    }
+
+    /// Flushes that need no system call.
+    fn no_need(&self, kind: Kind) -> Option<io::Result<()>> {
+        let Kind::Flush(covers) = kind else { return None };
+        if self.cache == Cache::Unsafe {
+            return Some(Ok(()));
+        }
+        if self.durable.lost {
+            return Some(Err(io::Error::from_raw_os_error(libc::EIO)));
+        }
+        (covers == self.durable.flushed).then_some(Ok(()))
+    }
+
+    /// Serves the request on this thread if that is the thing to do; `None` leaves it to the back end.
+    fn try_at_once(&mut self, request: &Request<'_>) -> Option<io::Result<()>> {
+        let Request { op, offset, len, segs, .. } = *request;
+        if self.direct && matches!(op, Op::Read | Op::Write) && !self.bounce.fits(segs, offset) {
+            return Some(match op {
+                Op::Read => self.bounce.read(&self.file, segs, offset),
+                _ => self.bounce.write(&self.file, segs, offset),
+            });
+        }
+        if matches!(self.back, Back::None) {
+            return Some(sys::execute(&self.file, self.block_device, op, offset, len, segs));
+        }
+        if self.aio != Aio::Auto {
+            return None;
+        }
+        match op {
+            Op::Read | Op::Write if self.direct => None,
+            Op::Read => self.read_cached(request),
+            Op::Write => {
+                if !self.writes.try_now() {
+                    return None;
+                }
+                let start = coarse_now();
+                let result = sys::write_all(&self.file, segs, offset);
+                // The coarse clock has ticks of 1 to 10 ms: it sees what is far too long, for almost nothing.
+                judge(&mut self.writes, coarse_now().saturating_sub(start));
+                Some(result)
+            }
+            Op::Flush | Op::Discard | Op::WriteZeroes { .. } => {
+                // These may sleep for as long as the medium likes: never while others could be answered meanwhile.
+                if self.in_flight > 0 || !self.flushes.try_now() {
+                    return None;
+                }
+                let start = Instant::now();
+                let result = sys::execute(&self.file, self.block_device, op, offset, len, segs);
+                judge(&mut self.flushes, start.elapsed());
+                Some(result)
+            }
+        }
+    }
+
+    fn read_cached(&mut self, request: &Request<'_>) -> Option<io::Result<()>> {
+        if request.segs.len() > sys::MAX_SEGS || !self.reads.try_now() {
+            return None;
+        }
+        match sys::read_nowait(&self.file, request.segs, request.offset) {
+            Ok(n) if n as u64 == request.len => {
+                self.reads.good();
+                Some(Ok(()))
+            }
+            Err(e) if sys::cannot(&e) => {
+                self.reads.never();
+                None
+            }
+            // A miss, whole or in part, or an error that the back end will meet again and report.
+            Ok(_) | Err(_) => {
+                self.reads.bad();
+                None
+            }
+        }
+    }
+
+    /// See [`crate::Disk::commit`].
+    pub fn commit(&mut self) {
+        match &mut self.back {
+            Back::None => {}
+            Back::Uring(ring) => ring.commit(),
+            Back::Threads(pool) => pool.commit(),
+        }
+    }
+
+    /// See [`crate::Disk::reap`].
+    pub fn reap(&mut self, done: &mut Vec<Completion>) {
+        if self.in_flight > 0 {
+            let mut arrived = std::mem::take(&mut self.ready);
+            let answered = arrived.len();
+            match &mut self.back {
+                Back::None => {}
+                Back::Uring(ring) => ring.reap(&mut arrived),
+                Back::Threads(pool) => pool.reap(&mut arrived),
+            }
+            self.ready = arrived;
+            for i in answered..self.ready.len() {
+                self.conclude_at(i);
+            }
+        }
+        done.append(&mut self.ready);
+    }
+
+    /// See [`crate::Disk::want_wake`].
+    pub fn want_wake(&mut self, on: bool) {
+        if let Back::Uring(ring) = &mut self.back {
+            ring.want_wake(on);
+        }
+    }
+
+    fn finish(&mut self, completion: Completion) {
+        self.ready.push(completion);
+        self.conclude_at(self.ready.len() - 1);
+    }
+
+    /// Books the back end's completion at `ready[i]`.
+    fn conclude_at(&mut self, i: usize) {
+        let Some((id, ok)) = self.ready.get(i).map(|c| (usize::from(c.id), c.result.is_ok())) else { return };
+        let kind = self.kinds.get(id).copied().unwrap_or(Kind::Read);
+        self.in_flight = self.in_flight.saturating_sub(1);
+        self.conclude(kind, ok);
+    }
+
+    fn conclude(&mut self, kind: Kind, ok: bool) {
+        match kind {
+            Kind::Read => {}
+            // Failed writes count too: part of them may have arrived.
+            Kind::Modify => self.durable.modified += 1,
+            Kind::Flush(covers) if ok => self.durable.flushed = self.durable.flushed.max(covers),
+            Kind::Flush(_) => self.durable.lost = true,
+        }
+    }
+}
+
+fn judge(patience: &mut Patience, took: Duration) {
+    if took > LONG { patience.bad() } else { patience.good() }
+}
+
+/// The time of the last clock tick; never a system call.
+fn coarse_now() -> Duration {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is a live timespec for the length of the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &mut now) };
+    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+}
