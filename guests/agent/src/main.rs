@@ -1,1 +1,102 @@
-fn main() {}
+// SPDX-License-Identifier: Apache-2.0
+//! `tare-agent`: runs inside the lab machine, first as its process 1 and then, as a child of that, serving the mailbox.
+//!
+//! The machine's `/init` prepares the system and then becomes this program. Process 1 only reaps; when the serving child
+//! ends the machine powers off, so that the lab sees it at once.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::thread;
+use std::time::Duration;
+
+use agent::mailbox::{CHANNELS, Mailbox};
+use agent::session::{self, STILL};
+
+/// How often the agent looks for new sessions.
+const LOOK: Duration = Duration::from_millis(5);
+
+fn main() -> ExitCode {
+    let done = match std::env::args().nth(1).as_deref() {
+        Some("--fingerprint") => {
+            println!("{:016x}", agent::FINGERPRINT);
+            return ExitCode::SUCCESS;
+        }
+        Some("serve") => serve(),
+        _ if std::process::id() == 1 => reap(),
+        _ => Err(io::Error::other("runs as process 1 of the lab machine, which tare-lab makes; nothing to do here")),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tare-agent: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Process 1: starts the server and reaps whatever dies, until the server does.
+fn reap() -> io::Result<()> {
+    let server = Command::new("/proc/self/exe").arg("serve").spawn()?.id();
+    loop {
+        let mut status = 0;
+        // SAFETY: plain system call with a valid pointer; no `Child` of this process is waited for elsewhere.
+        let pid = unsafe { libc::waitpid(-1, &raw mut status, 0) };
+        if u32::try_from(pid) == Ok(server) || pid < 0 {
+            eprintln!("tare-agent: the server ended (status {status:#x}), powering off");
+            // SAFETY: plain system calls without memory arguments.
+            unsafe {
+                libc::sync();
+                libc::reboot(libc::RB_POWER_OFF);
+            }
+            return Err(io::Error::last_os_error());
+        }
+    }
+}
+
+fn serve() -> io::Result<()> {
+    let mailbox: &'static Mailbox = Box::leak(Box::new(Mailbox::map(&find_bar()?)?));
+    let mut sessions: [Option<thread::JoinHandle<()>>; CHANNELS] = [const { None }; CHANNELS];
+    loop {
+        drop(STILL.read());
+        mailbox.announce(clock());
+        for (index, slot) in sessions.iter_mut().enumerate() {
+            let channel = mailbox.channel(index);
+            let wanted = channel.wanted();
+            if wanted == channel.served() {
+                continue;
+            }
+            if let Some(old) = slot.take() {
+                let _ = old.join();
+            }
+            channel.serve(wanted);
+            if wanted != 0 {
+                *slot = Some(thread::Builder::new().name(format!("session-{index}")).spawn(move || {
+                    let _ = session::serve(channel, wanted);
+                })?);
+            }
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// The mailbox: memory of the first "inter-VM shared memory" device on the PCI bus.
+fn find_bar() -> io::Result<File> {
+    for entry in fs::read_dir("/sys/bus/pci/devices")? {
+        let device: PathBuf = entry?.path();
+        let id = |name: &str| fs::read_to_string(device.join(name)).unwrap_or_default();
+        if id("vendor").trim() == "0x1af4" && id("device").trim() == "0x1110" {
+            fs::write(device.join("enable"), "1")?;
+            return OpenOptions::new().read(true).write(true).open(device.join("resource2"));
+        }
+    }
+    Err(io::Error::other("no mailbox device on the PCI bus"))
+}
+
+fn clock() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: a valid pointer to a timespec on the stack.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    u64::try_from(now.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
+}
