@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `check layers`: a crate uses crates of lower layers only, never its own layer or one above; some crates are held to
-//! less, and some outside crates belong to one room. Reads what `cargo metadata` says, build dependencies included.
+//! less, some outside crates belong to one room, and each has its reason in `ARCHITECTURE.md`.
 
 use std::process::Command;
 
@@ -31,7 +31,7 @@ const fn held(name: &'static str, layer: u8, only: &'static [&'static str]) -> R
 const HOUSE: &[Room] = &[
     room("tare", 6),
     // The lab drives monitors as processes: it must not link what it measures.
-    held("lab", 6, &["spec", "base", "api"]),
+    held("lab", 6, &["spec", "base", "api", "agent"]),
     held("api", 5, &["spec", "base"]),
     room("machine", 4),
     room("virtio", 3),
@@ -43,13 +43,15 @@ const HOUSE: &[Room] = &[
     // The disk engine serves image tools and fuzzers alone: it knows byte ranges, never the guest.
     held("block", 1, &["base"]),
     held("kvm", 1, &["base"]),
+    // What the lab and its machine say to each other; the program inside the machine is a binary of the same crate.
+    held("agent", 1, &["base"]),
     room("base", 0),
     room("spec", 0),
     room("state", 0),
 ];
 
 /// Crates beside the house, and what they may use; no room depends on them, except on `testkit` in tests.
-const BESIDE: &[Room] = &[room("testkit", 4), held("xtask", 0, &[]), held("agent", 1, &["base"])];
+const BESIDE: &[Room] = &[room("testkit", 4), held("xtask", 0, &[])];
 
 /// Outside crates that only the named members may use.
 const RESERVED: &[(&str, &[&str])] = &[
@@ -58,6 +60,9 @@ const RESERVED: &[(&str, &[&str])] = &[
     ("vfio-ioctls", &["vfio"]),
     ("anyhow", &["tare", "lab", "xtask", "agent"]),
 ];
+
+/// The page that says why each dependency is there.
+const ARCHITECTURE: &str = "ARCHITECTURE.md";
 
 /// The part of `cargo metadata` that is read here.
 #[derive(Deserialize)]
@@ -88,7 +93,21 @@ pub fn check(tree: &Tree, _house: &House) -> Result<Vec<Finding>> {
         .output()
         .context("cannot start cargo metadata")?;
     ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr).trim());
-    judge(&String::from_utf8_lossy(&output.stdout))
+    let mut found = judge(&String::from_utf8_lossy(&output.stdout))?;
+    let text = |path| tree.file(path).map_or("", |file| file.text.as_str());
+    found.extend(undocumented(text("Cargo.toml"), text(ARCHITECTURE))?);
+    Ok(found)
+}
+
+/// Outside crates of the workspace's manifest that have no line of their own in `ARCHITECTURE.md`.
+fn undocumented(manifest: &str, page: &str) -> Result<Vec<Finding>> {
+    let table: toml::Table = toml::from_str(manifest).context("cannot read Cargo.toml")?;
+    let dependencies = table.get("workspace").and_then(|workspace| workspace.get("dependencies")?.as_table());
+    let outside = dependencies.into_iter().flatten().filter(|(_, value)| value.get("path").is_none());
+    Ok(outside
+        .filter(|(name, _)| !page.lines().any(|line| line.starts_with(&format!("| `{name}` |"))))
+        .map(|(name, _)| Finding::breach(ARCHITECTURE, format!("say in the table of dependencies why {name} is there")))
+        .collect())
 }
 
 /// Judges the arrows in the JSON that `cargo metadata --no-deps` prints.
@@ -189,7 +208,7 @@ mod tests {
     #[test]
     fn the_lab_never_links_a_monitor() {
         assert!(texts(&arrow("lab", "spec", "null", true)).is_empty());
-        assert!(texts(&arrow("lab", "machine", "null", true))[0].contains("may use spec, base, api only"));
+        assert!(texts(&arrow("lab", "machine", "null", true))[0].contains("may use spec, base, api, agent only"));
         assert!(texts(&arrow("block", "spec", "null", true))[0].contains("may use base only"));
     }
 
@@ -203,6 +222,15 @@ mod tests {
     #[test]
     fn a_crate_nobody_placed_is_a_breach() {
         assert!(texts(r#"{"packages":[{"name":"attic","dependencies":[]}]}"#)[0].contains("has no layer"));
+    }
+
+    #[test]
+    fn a_dependency_without_a_reason_is_a_breach() {
+        let manifest = "[workspace.dependencies]\nlibc = \"0.2\"\nbase = { path = \"crates/base\" }\n";
+        let found = undocumented(manifest, "| `serde` | text |\nlibc is used\n").unwrap();
+        assert_eq!(found.len(), 1);
+        assert!(found[0].text().contains("why libc is there"));
+        assert!(undocumented(manifest, "| `libc` | system calls |\n").unwrap().is_empty());
     }
 
     #[test]
