@@ -187,7 +187,8 @@ impl DeviceStatus {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// The device changed its configuration: a new generation, and an interrupt if the driver is running.
+    /// The device changed its configuration: a new generation, and an interrupt if the driver is running. Call it under
+    /// the lock that guards the configuration, so that no driver reads half a change within one generation.
     pub fn config_changed(&self) {
         self.changed.store(true, Ordering::Release);
         if self.get() & status::DRIVER_OK != 0 {

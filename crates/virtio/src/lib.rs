@@ -9,10 +9,12 @@ pub mod blk;
 pub mod device;
 pub mod fault;
 pub mod queue;
+pub mod transport;
 
 pub use device::{Activation, ActiveQueue, DeviceStatus, Interrupt, QueueIrq, VirtioDevice};
 pub use fault::{Answer, GuestFault};
 pub use queue::{Chain, Queue, QueueConfig};
+pub use transport::pci::VirtioPci;
 
 /// Transport feature bits that the core offers for every device (virtio 1.2, 6).
 pub mod features {
