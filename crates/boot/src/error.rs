@@ -58,7 +58,9 @@ pub enum BootError {
         hint: &'static str,
     },
     /// The guest has not enough memory, or not where it is needed.
-    #[error("{what} needs {need} bytes of guest memory at {at:#x} and does not fit in {have} bytes; give more with --memory")]
+    #[error(
+        "{what} needs {need} bytes of guest memory at {at:#x} and does not fit in {have} bytes; give more with --memory"
+    )]
     NoRoom {
         /// "kernel" or "initrd", with its path.
         what: String,

@@ -6,18 +6,28 @@
 
 #![forbid(unsafe_code)]
 
+mod acpi;
+mod bzimage;
+mod cmdline;
+mod e820;
+mod elf;
 mod error;
+mod initrd;
+mod kaslr;
 mod layout;
+mod load;
+mod long_mode;
 mod platform;
+mod pvh;
 mod source;
-
-use std::path::Path;
+mod unpack;
+mod zero_page;
 
 use base::Gpa;
-use mem::GuestRam;
 
 pub use error::BootError;
 pub use layout::{ACPI_START, CMDLINE, GDT, PAGE_TABLES, START_INFO, ZERO_PAGE};
+pub use load::load;
 pub use platform::{Ecam, Platform, PmPorts, Serial};
 pub use source::Source;
 
@@ -93,18 +103,4 @@ pub struct Loaded {
     pub kernel: (Gpa, u64),
     /// Where the initrd lies.
     pub initrd: Option<(Gpa, u64)>,
-}
-
-/// Loads `guest` into `ram` and describes `platform` to it.
-///
-/// # Errors
-/// Everything in [`BootError`]; guest memory may then hold parts of the kernel.
-pub fn load(ram: &GuestRam, guest: &Guest<'_>, platform: &Platform) -> Result<Loaded, BootError> {
-    platform.check()?;
-    let _ = ram;
-    Err(BootError::Unsupported {
-        path: Path::new(guest.kernel.path()).into(),
-        what: "loader not written yet".into(),
-        hint: "wait",
-    })
 }

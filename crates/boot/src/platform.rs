@@ -111,7 +111,10 @@ impl Platform {
             }
         }
         if let Some(ecam) = self.ecam
-            && (ecam.buses == 0 || ecam.buses > 256 || ecam.base.0 & 0xf_ffff != 0 || ecam.base.checked_add(ecam.len()).is_none())
+            && (ecam.buses == 0
+                || ecam.buses > 256
+                || ecam.base.0 & 0xf_ffff != 0
+                || ecam.base.checked_add(ecam.len()).is_none())
         {
             return bad(format!("ECAM of {} buses at {}", ecam.buses, ecam.base));
         }
@@ -124,5 +127,45 @@ impl Platform {
             return bad(format!("64-bit PCI window of {len64} bytes at {at64}"));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A plain machine with everything in it.
+    pub(crate) fn platform() -> Platform {
+        Platform {
+            apic_ids: vec![0, 1],
+            lapic: Gpa(0xfee0_0000),
+            ioapic: Gpa(0xfec0_0000),
+            ecam: Some(Ecam { base: Gpa(0xe000_0000), buses: 1 }),
+            conf1: false,
+            pci_window32: (Gpa(0xc000_0000), 0x2000_0000),
+            pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
+            serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
+            pvpanic_port: Some(0x505),
+            pm: PmPorts { sleep_control: 0x600, sleep_status: 0x601, reset: 0x602, reset_value: 1, button: Gsi(5) },
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_described_is_named() {
+        let check = |f: fn(&mut Platform), word: &str| {
+            let mut p = platform();
+            f(&mut p);
+            let text = p.check().map_err(|e| e.to_string());
+            assert!(text.as_ref().is_err_and(|t| t.contains(word)), "{text:?} lacks {word}");
+        };
+        assert!(platform().check().is_ok());
+        check(|p| p.apic_ids.clear(), "0 CPUs");
+        check(|p| p.apic_ids = (0..65).collect(), "65 CPUs");
+        check(|p| p.apic_ids = vec![3, 1, 3], "share");
+        check(|p| p.ioapic = Gpa(0xfec0_0010), "I/O APIC");
+        check(|p| p.ecam = Some(Ecam { base: Gpa(0xe000_0000), buses: 257 }), "257 buses");
+        check(|p| p.ecam = Some(Ecam { base: Gpa(u64::MAX << 20), buses: 1 }), "ECAM");
+        check(|p| p.pci_window32.1 = 0x4000_0001, "32-bit");
+        check(|p| p.pci_window64.0 = Gpa(0x1000), "64-bit");
     }
 }

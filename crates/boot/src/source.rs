@@ -92,7 +92,14 @@ impl<'a> Source<'a> {
     }
 
     /// Reads `len` bytes from byte `at` on straight into guest memory.
-    pub(crate) fn read_to_guest(&self, at: u64, len: u64, ram: &GuestRam, to: Gpa, what: &'static str) -> Result<(), BootError> {
+    pub(crate) fn read_to_guest(
+        &self,
+        at: u64,
+        len: u64,
+        ram: &GuestRam,
+        to: Gpa,
+        what: &'static str,
+    ) -> Result<(), BootError> {
         self.within(at, len, what)?;
         let count = usize::try_from(len).map_err(|_| self.failed(io::ErrorKind::FileTooLarge.into()))?;
         if count == 0 {
@@ -106,9 +113,7 @@ impl<'a> Source<'a> {
                 ram.slice(Gpa(to.0), count).ok_or_else(outside)?;
                 let mut file = file;
                 file.seek(SeekFrom::Start(at)).map_err(|e| self.failed(e))?;
-                ram.map()
-                    .read_exact_volatile_from(to, &mut file, count)
-                    .map_err(|e| self.failed(io::Error::other(e)))
+                ram.map().read_exact_volatile_from(to, &mut file, count).map_err(|e| self.failed(io::Error::other(e)))
             }
             Held::Memory(bytes) => {
                 let start = usize::try_from(at).unwrap_or(usize::MAX);
