@@ -1,1 +1,113 @@
-fn main() {}
+// SPDX-License-Identifier: Apache-2.0
+//! The command line of the monitor: `tare run` starts a machine, `tare doctor` looks at the host.
+//!
+//! The walk: `flags` (what was typed) → `meaning` (what it means) → `run` → `machine`. Failures come back as one line and
+//! an exit code, see `exit`.
+
+mod doctor;
+mod exit;
+mod flags;
+mod host;
+mod meaning;
+mod run;
+mod terminal;
+mod vmm;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use exit::{Exit, Failure, complain};
+use flags::Asked;
+use lexopt::{Arg, Parser};
+use meaning::Meant;
+
+fn main() -> ExitCode {
+    std::panic::set_hook(Box::new(die_of_panic));
+    let exit = command(&mut Parser::from_env()).unwrap_or_else(|failure| {
+        complain(&failure.message);
+        failure.exit
+    });
+    exit.into()
+}
+
+fn command(args: &mut Parser) -> Result<Exit, Failure> {
+    let first = args.next().map_err(flags::lexed)?;
+    let name = match first {
+        None => return Err(Failure::usage("no command: command line; try `tare run --kernel FILE`, or `tare --help`")),
+        Some(Arg::Long("help") | Arg::Short('h')) => return Ok(show(&overview())),
+        Some(Arg::Long("version") | Arg::Short('V')) => {
+            return Ok(show(&format!("tare v{}\n", env!("CARGO_PKG_VERSION"))));
+        }
+        Some(Arg::Value(name)) => name,
+        Some(other) => {
+            let flag = match other {
+                Arg::Long(name) => format!("--{name}"),
+                Arg::Short(c) => format!("-{c}"),
+                Arg::Value(_) => String::new(),
+            };
+            return Err(Failure::usage(format!("unknown flag {flag}: command line; did you mean `tare run {flag}`?")));
+        }
+    };
+    match name.to_str() {
+        Some("run") => match flags::parse_run(args)? {
+            Asked::Help => Ok(show(&run_help())),
+            Asked::Do(typed) => run::run(&Meant::new(typed)?),
+        },
+        Some("doctor") => match doctor::parse(args)? {
+            Asked::Help => Ok(show(doctor::HELP)),
+            Asked::Do(asked) => doctor::run(&asked),
+        },
+        Some("help") => Ok(show(&overview())),
+        _ => {
+            let what = format!("unknown command `{}`: command line", name.to_string_lossy());
+            Err(Failure::usage(format!("{what}; the commands are run and doctor")))
+        }
+    }
+}
+
+/// Prints on standard output; a reader that left early is no error.
+fn show(text: &str) -> Exit {
+    let _ = io::stdout().write_all(text.as_bytes());
+    Exit::Clean
+}
+
+fn overview() -> String {
+    format!(
+        "tare v{}: a microVM monitor that shows what virtualization weighs\n\n\
+         usage:\n\
+         \x20 tare run --kernel FILE [--disk FILE] [--cpus N] [--memory SIZE] ...   run a machine\n\
+         \x20 tare doctor [--json]                                                look at this host\n\
+         \x20 tare --version\n\n\
+         `tare run --help` and `tare doctor --help` say more.\n\n{}",
+        env!("CARGO_PKG_VERSION"),
+        exit_help()
+    )
+}
+
+fn run_help() -> String {
+    format!(
+        "usage: tare run --kernel FILE [flags]\n\n\
+         Boots a Linux kernel and connects it to this terminal until it powers off.\n\n{}\n\
+         keys in a terminal: Ctrl-A x quits, Ctrl-A Ctrl-A sends one Ctrl-A, Ctrl-A h helps\n\
+         signals: SIGTERM asks the guest to power off, a second one kills it\n\
+         resets: the machine starts again; three resets, each within 10 s of a start, end it\n\n{}",
+        flags::help(),
+        exit_help()
+    )
+}
+
+fn exit_help() -> String {
+    let codes = Exit::ALL.iter().map(|(exit, what)| format!("  {}  {what}\n", *exit as u8));
+    format!("exit codes:\n{}", codes.collect::<String>())
+}
+
+/// A panic is a bug of ours. It still gives the terminal back, says one line and has its code.
+fn die_of_panic(info: &std::panic::PanicHookInfo<'_>) {
+    terminal::restore();
+    let payload = info.payload();
+    let text = payload.downcast_ref::<&str>().copied();
+    let what = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic");
+    let place = info.location().map_or_else(|| "unknown place".to_owned(), ToString::to_string);
+    complain(&format!("internal error, {what}: {place}; please report this line"));
+    std::process::exit(Exit::Monitor as i32);
+}

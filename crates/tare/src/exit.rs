@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+//! How the process ends: exit codes, and failures as one line on standard error. Used by every command.
+
+use std::fmt::Display;
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+/// Exit codes, part of the interface: scripts rely on them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Exit {
+    /// The guest powered itself off, or reset itself under `--on-reset exit`.
+    Clean = 0,
+    /// `tare doctor` found something that guests need and the host lacks.
+    NotReady = 1,
+    /// Flags, the config or a file they name can't be used.
+    Usage = 2,
+    /// The host or the monitor failed.
+    Monitor = 3,
+    /// The guest kept resetting itself.
+    ResetLoop = 4,
+    /// The guest's kernel panicked.
+    Panic = 5,
+    /// The user ended the guest.
+    Killed = 6,
+    /// The guest did what no processor can go on from.
+    GuestFault = 7,
+}
+
+impl Exit {
+    /// Every code with its line of `--help`.
+    pub const ALL: &'static [(Self, &'static str)] = &[
+        (Self::Clean, "the guest powered itself off (or reset itself, with --on-reset exit)"),
+        (Self::NotReady, "doctor: the host lacks something that guests need"),
+        (Self::Usage, "flags, the config file or a file they name can't be used"),
+        (Self::Monitor, "the host or the monitor failed"),
+        (Self::ResetLoop, "the guest kept resetting itself"),
+        (Self::Panic, "the guest's kernel panicked"),
+        (Self::Killed, "the user ended the guest (Ctrl-A x, or a second SIGTERM)"),
+        (Self::GuestFault, "the guest crashed its processor (triple fault), or KVM can't run it"),
+    ];
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// Why a command can't go on: `what: where; what to do`, and the code to end with.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// The code.
+    pub exit: Exit,
+    /// The line, without the program's name.
+    pub message: String,
+}
+
+impl Failure {
+    /// Flags, config or files.
+    pub fn usage(message: impl Display) -> Self {
+        Self { exit: Exit::Usage, message: message.to_string() }
+    }
+
+    /// Host or monitor.
+    pub fn monitor(message: impl Display) -> Self {
+        Self { exit: Exit::Monitor, message: message.to_string() }
+    }
+}
+
+impl From<spec::SpecError> for Failure {
+    fn from(error: spec::SpecError) -> Self {
+        Self::usage(error)
+    }
+}
+
+/// Prints `tare: message` as one line on standard error, whatever the message holds.
+pub fn complain(message: &str) {
+    let mut line = String::with_capacity(message.len() + 8);
+    line.push_str("tare: ");
+    line.extend(message.trim_end().chars().map(|c| if c.is_control() { ' ' } else { c }));
+    line.push('\n');
+    // Standard error may be closed; there is nobody left to tell.
+    let _ = io::stderr().write_all(line.as_bytes());
+}
+
+/// The host's reason without Rust's error number: `No such file or directory`.
+pub fn reason(error: &io::Error) -> String {
+    let text = error.to_string();
+    match text.rfind(" (os error ") {
+        Some(end) => text.get(..end).unwrap_or(&text).to_owned(),
+        None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_are_distinct_and_all_documented() {
+        let codes: Vec<u8> = Exit::ALL.iter().map(|(exit, _)| *exit as u8).collect();
+        assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 7]);
+    }
+
+    #[test]
+    fn reasons_have_no_numbers() {
+        assert_eq!(reason(&io::Error::from_raw_os_error(libc::ENOENT)), "No such file or directory");
+        assert_eq!(reason(&io::Error::other("x")), "x");
+    }
+}

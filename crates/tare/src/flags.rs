@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The flags of `tare run` as typed: one table yields the parser, the help and the keys of `vm.toml`.
+//!
+//! [`Typed`] is what was said, on the command line or in the file, each thing perhaps not at all; `meaning` turns it into
+//! what it means. A table instead of a parser generator keeps a monitor that lives beside each guest small, and every
+//! complaint on one line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use lexopt::{Arg, Parser};
+use serde::Deserialize;
+use spec::{Console, Cpus, Disk, FromText, KernelDecompress, Memory, Said, SpecError, Word, parse_on_off};
+
+use crate::exit::Failure;
+
+/// What `tare run` was told. `None` is "not said".
+#[derive(Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub struct Typed {
+    /// `--kernel`
+    pub kernel: Option<PathBuf>,
+    /// `--initrd`
+    pub initrd: Option<PathBuf>,
+    /// `--cmdline`
+    pub cmdline: Option<String>,
+    /// `--disk`, in order.
+    pub disk: Option<Vec<Said<Disk>>>,
+    /// `--cpus`
+    pub cpus: Option<Said<Cpus>>,
+    /// `--memory`
+    pub memory: Option<Said<Memory>>,
+    /// `--console`
+    pub console: Option<Console>,
+    /// `--no-rng` is `Some(false)`.
+    pub rng: Option<bool>,
+    /// `--kernel-decompress`
+    pub kernel_decompress: Option<KernelDecompress>,
+    /// `--on-reset`
+    pub on_reset: Option<OnReset>,
+    /// `--ledger`
+    pub ledger: Option<PathBuf>,
+    /// `--pidfile`
+    pub pidfile: Option<PathBuf>,
+    /// `--kvm`
+    pub kvm: Option<PathBuf>,
+    /// `--config`; the one flag that is no key.
+    #[serde(skip)]
+    pub config: Option<PathBuf>,
+}
+
+/// What a guest's reset does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnReset {
+    /// The machine starts again, as real ones do.
+    #[default]
+    Restart,
+    /// The monitor ends.
+    Exit,
+}
+
+impl Word for OnReset {
+    const WHAT: &'static str = "something a reset can do";
+    const WORDS: &'static [(&'static str, Self)] = &[("restart", Self::Restart), ("exit", Self::Exit)];
+}
+
+/// One flag.
+struct Flag {
+    /// After `--`, and the key in `vm.toml`; only `no-rng` (`rng = false`) and `config` are no keys.
+    name: &'static str,
+    /// What the value is called in the help; `None` for a switch.
+    value: Option<&'static str>,
+    /// Its lines in the help; none hides the flag.
+    help: &'static [&'static str],
+    /// Stores the value; a switch gets an empty one.
+    set: fn(&mut Typed, OsString) -> Result<(), SpecError>,
+}
+
+const FLAGS: &[Flag] = &[
+    Flag {
+        name: "kernel",
+        value: Some("FILE"),
+        help: &["Linux kernel to boot: bzImage (vmlinuz) or ELF (vmlinux)"],
+        set: |t, v| put(&mut t.kernel, "kernel", v.into()),
+    },
+    Flag {
+        name: "initrd",
+        value: Some("FILE"),
+        help: &["initial RAM disk"],
+        set: |t, v| put(&mut t.initrd, "initrd", v.into()),
+    },
+    Flag {
+        name: "cmdline",
+        value: Some("TEXT"),
+        help: &[
+            "kernel command line, all of it; without this flag tare chooses",
+            "console=..., root=/dev/vda rw (with a disk) and reboot=k panic=-1.",
+            "For an image with partitions say root=/dev/vda1 here",
+        ],
+        set: |t, v| put(&mut t.cmdline, "cmdline", utf8("cmdline", v)?),
+    },
+    Flag {
+        name: "disk",
+        value: Some("DISK"),
+        help: &[
+            "a virtio disk; give it again for more. A path, or a group:",
+            "path=FILE[,readonly=on|off][,cache=writeback|none|unsafe]",
+            "[,aio=auto|io_uring|threads][,serial=TEXT][,format=raw];",
+            "a comma in the path is written `,,`",
+        ],
+        set: |t, v| {
+            t.disk.get_or_insert_default().push(Said(Disk::from_text(&utf8("disk", v)?)?));
+            Ok(())
+        },
+    },
+    Flag {
+        name: "cpus",
+        value: Some("N"),
+        help: &["virtual CPUs, 1 to 64 [1]; N[,sockets=S][,threads=T]"],
+        set: |t, v| put(&mut t.cpus, "cpus", Said(Cpus::from_text(&utf8("cpus", v)?)?)),
+    },
+    Flag {
+        name: "memory",
+        value: Some("SIZE"),
+        help: &["guest memory with K, M, G or T [256M]"],
+        set: |t, v| put(&mut t.memory, "memory", Said(Memory::from_text(&utf8("memory", v)?)?)),
+    },
+    Flag {
+        name: "console",
+        value: Some("KIND"),
+        help: &["virtio (hvc0), serial (ttyS0) or none [virtio]"],
+        set: |t, v| put(&mut t.console, "console", word("console", v)?),
+    },
+    Flag {
+        name: "no-rng",
+        value: None,
+        help: &["no virtio entropy device (rng = false in vm.toml)"],
+        set: |t, _| put(&mut t.rng, "no-rng", false),
+    },
+    Flag {
+        name: "rng",
+        value: Some("on|off"),
+        help: &[],
+        set: |t, v| put(&mut t.rng, "rng", parse_on_off("rng", &utf8("rng", v)?)?),
+    },
+    Flag {
+        name: "kernel-decompress",
+        value: Some("WHERE"),
+        help: &["who unpacks a bzImage: the guest or the monitor [guest]"],
+        set: |t, v| put(&mut t.kernel_decompress, "kernel-decompress", word("kernel-decompress", v)?),
+    },
+    Flag {
+        name: "on-reset",
+        value: Some("WHAT"),
+        help: &["when the guest resets itself: restart or exit [restart]"],
+        set: |t, v| put(&mut t.on_reset, "on-reset", word("on-reset", v)?),
+    },
+    Flag {
+        name: "ledger",
+        value: Some("FILE"),
+        help: &[
+            "where the run's weight goes: JSON to FILE, or - for a table on",
+            "standard error; the last start's after a restart",
+        ],
+        set: |t, v| put(&mut t.ledger, "ledger", v.into()),
+    },
+    Flag {
+        name: "pidfile",
+        value: Some("FILE"),
+        help: &["keeps the monitor's process id there while it runs"],
+        set: |t, v| put(&mut t.pidfile, "pidfile", v.into()),
+    },
+    Flag {
+        name: "config",
+        value: Some("FILE"),
+        help: &[
+            "reads a vm.toml whose keys are the flags above (disk is an array);",
+            "paths in it are relative to it, and flags go before it",
+        ],
+        set: |t, v| put(&mut t.config, "config", v.into()),
+    },
+    Flag { name: "kvm", value: Some("FILE"), help: &[], set: |t, v| put(&mut t.kvm, "kvm", v.into()) },
+];
+
+fn put<T>(slot: &mut Option<T>, name: &'static str, value: T) -> Result<(), SpecError> {
+    if slot.replace(value).is_some() {
+        return Err(SpecError::Repeated { place: "command line".to_owned(), key: format!("--{name}") });
+    }
+    Ok(())
+}
+
+fn utf8(name: &str, value: OsString) -> Result<String, SpecError> {
+    value.into_string().map_err(|value| SpecError::NotA {
+        place: name.to_owned(),
+        value: value.to_string_lossy().into_owned(),
+        want: "UTF-8",
+        hint: "use a name that is".to_owned(),
+    })
+}
+
+fn word<T: Word>(name: &str, value: OsString) -> Result<T, SpecError> {
+    T::from_word(name, &utf8(name, value)?)
+}
+
+/// What a command line asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Asked<T> {
+    /// The help text.
+    Help,
+    /// To do this.
+    Do(T),
+}
+
+/// Reads the flags of `tare run`.
+///
+/// # Errors
+/// [`Failure`] with exit code 2, naming the flag.
+pub fn parse_run(args: &mut Parser) -> Result<Asked<Typed>, Failure> {
+    let mut typed = Typed::default();
+    while let Some(arg) = args.next().map_err(lexed)? {
+        let name = match arg {
+            Arg::Long("help") | Arg::Short('h') => return Ok(Asked::Help),
+            Arg::Long(name) => name.to_owned(),
+            Arg::Short(c) => return Err(unknown(&format!("-{c}"), None)),
+            Arg::Value(value) => {
+                let what = format!("`{}` belongs to no flag: command line", value.to_string_lossy());
+                return Err(Failure::usage(format!("{what}; write --kernel FILE, --disk FILE; see `tare run --help`")));
+            }
+        };
+        let Some(flag) = FLAGS.iter().find(|f| f.name == name) else {
+            let near = FLAGS.iter().filter(|f| !f.help.is_empty()).find(|f| is_near(f.name, &name));
+            return Err(unknown(&format!("--{name}"), near.map(|f| f.name)));
+        };
+        let value = match flag.value {
+            Some(_) => args.value().map_err(lexed)?,
+            None => OsString::new(),
+        };
+        // Errors of values name the bare key; only `Repeated` is about the command line as a whole.
+        (flag.set)(&mut typed, value).map_err(|e| match e {
+            SpecError::Repeated { ref place, .. } if place == "command line" => e.into(),
+            other => Failure::usage(other.under("--")),
+        })?;
+    }
+    Ok(Asked::Do(typed))
+}
+
+fn unknown(flag: &str, near: Option<&str>) -> Failure {
+    let hint = near.map_or_else(|| "see `tare run --help`".to_owned(), |near| format!("did you mean --{near}?"));
+    Failure::usage(format!("unknown flag {flag}: command line; {hint}"))
+}
+
+/// The typed name begins like the flag's, or the other way round.
+fn is_near(flag: &str, typed: &str) -> bool {
+    let (flag, typed) = (flag.trim_end_matches('s'), typed.trim_end_matches('s'));
+    let common = flag.bytes().zip(typed.bytes()).take_while(|(a, b)| a == b).count();
+    common >= 3 && (common + 2 >= flag.len().min(typed.len()))
+}
+
+/// What lexopt found wrong, in this house's form.
+pub fn lexed(error: lexopt::Error) -> Failure {
+    Failure::usage(match error {
+        lexopt::Error::MissingValue { option: Some(flag) } => {
+            format!("{flag} has no value: command line; write {flag} VALUE")
+        }
+        lexopt::Error::UnexpectedValue { option, .. } => format!("{option} takes no value: command line; take it out"),
+        other => format!("{other}: command line; see `tare --help`"),
+    })
+}
+
+/// The flags' part of `tare run --help`.
+pub fn help() -> String {
+    let mut text = String::new();
+    for flag in FLAGS.iter().filter(|f| !f.help.is_empty()) {
+        let left = match flag.value {
+            Some(value) => format!("--{} {value}", flag.name),
+            None => format!("--{}", flag.name),
+        };
+        for (index, line) in flag.help.iter().enumerate() {
+            let left = if index == 0 { left.as_str() } else { "" };
+            text.push_str(&format!("  {left:<27} {line}\n"));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<Asked<Typed>, Failure> {
+        parse_run(&mut Parser::from_args(args))
+    }
+
+    fn typed(args: &[&str]) -> Typed {
+        match parse(args).unwrap() {
+            Asked::Do(typed) => typed,
+            Asked::Help => panic!("help"),
+        }
+    }
+
+    #[test]
+    fn every_flag_is_a_key() {
+        for key in FLAGS.iter().map(|f| f.name).filter(|name| !["no-rng", "config"].contains(name)) {
+            let value = match key {
+                "disk" => "[\"a\"]",
+                "cpus" => "1",
+                "memory" => "\"1G\"",
+                "console" => "\"none\"",
+                "rng" => "false",
+                "kernel-decompress" => "\"guest\"",
+                "on-reset" => "\"exit\"",
+                _ => "\"x\"",
+            };
+            let read: Typed = toml::from_str(&format!("{key} = {value}")).unwrap();
+            assert_ne!(read, Typed::default(), "{key} is stored");
+        }
+    }
+
+    /// What the file says and what the flags say are the same thing.
+    #[test]
+    fn flags_and_file_read_alike() {
+        let flags = typed(&[
+            "--kernel=k",
+            "--initrd",
+            "i",
+            "--cmdline",
+            "quiet",
+            "--disk",
+            "a.raw",
+            "--disk=path=b,,c,readonly=on",
+            "--cpus",
+            "4,threads=2",
+            "--memory",
+            "1G",
+            "--console",
+            "serial",
+            "--no-rng",
+            "--kernel-decompress",
+            "monitor",
+            "--on-reset",
+            "exit",
+            "--ledger",
+            "-",
+            "--pidfile",
+            "p",
+            "--kvm",
+            "/dev/null",
+        ]);
+        let file: Typed = toml::from_str(
+            r#"
+            kernel = "k"
+            initrd = "i"
+            cmdline = "quiet"
+            cpus = { count = 4, threads = 2 }
+            memory = { size = "1G" }
+            console = "serial"
+            rng = false
+            kernel-decompress = "monitor"
+            on-reset = "exit"
+            ledger = "-"
+            pidfile = "p"
+            kvm = "/dev/null"
+            [[disk]]
+            path = "a.raw"
+            [[disk]]
+            path = "b,c"
+            readonly = true
+            "#,
+        )
+        .unwrap();
+        assert_eq!(flags, file);
+    }
+
+    #[test]
+    fn complaints_name_the_flag() {
+        let says = |args: &[&str]| parse(args).unwrap_err().message;
+        assert_eq!(says(&["--mem", "1G"]), "unknown flag --mem: command line; did you mean --memory?");
+        assert_eq!(says(&["--cpu", "1"]), "unknown flag --cpu: command line; did you mean --cpus?");
+        assert_eq!(says(&["--frobnicate"]), "unknown flag --frobnicate: command line; see `tare run --help`");
+        assert_eq!(says(&["-m", "1G"]), "unknown flag -m: command line; see `tare run --help`");
+        assert_eq!(says(&["--kernel"]), "--kernel has no value: command line; write --kernel VALUE");
+        assert_eq!(says(&["--no-rng=yes"]), "--no-rng takes no value: command line; take it out");
+        assert_eq!(says(&["--kernel", "a", "--kernel", "b"]), "`--kernel` is given twice: command line; give it once");
+        assert_eq!(
+            says(&["--memory", "lots"]),
+            "`lots` is not a size: --memory; write a whole number with K, M, G or T, such as 512M"
+        );
+        assert_eq!(
+            says(&["--disk", "a,cache=fast"]),
+            "`fast` is not a cache mode: --disk.cache; use writeback, none or unsafe"
+        );
+        assert_eq!(says(&["--disk", "a,a=b"]).split(';').next(), Some("unknown key `a`: --disk"));
+        assert_eq!(says(&["--disk", "a,cache=none,cache=none"]), "`cache` is given twice: --disk; give it once");
+        assert!(says(&["vmlinuz"]).starts_with("`vmlinuz` belongs to no flag"));
+        assert_eq!(
+            says(&["--on-reset", "stop"]),
+            "`stop` is not something a reset can do: --on-reset; use restart or exit"
+        );
+    }
+
+    #[test]
+    fn help_names_every_shown_flag_within_80_columns() {
+        let help = help();
+        for flag in FLAGS {
+            assert_eq!(help.contains(&format!("  --{} ", flag.name)), !flag.help.is_empty(), "{}", flag.name);
+        }
+        assert!(help.lines().all(|l| l.len() <= 100), "{help}");
+        assert_eq!(parse(&["--kernel", "k", "-h"]), Ok(Asked::Help));
+    }
+}

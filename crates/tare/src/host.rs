@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What can be known before a machine is made: does the host have this much memory, this many vCPUs, a KVM, and room for
+//! the ledger. Files are looked at by the rooms that open them. Called by `run` once, before the terminal is touched.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use spec::{Vm, show_size};
+
+use crate::exit::{Failure, reason};
+
+/// Refuses a machine that this host can't hold.
+///
+/// # Errors
+/// [`Failure`] with exit code 2 for asking too much, 3 for a host without a usable KVM.
+pub fn check(vm: &Vm) -> Result<(), Failure> {
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    check_memory(vm.memory.size, &meminfo)?;
+    let kvm = kvm::Kvm::open(&vm.kvm).map_err(|e| match e {
+        kvm::KvmError::Open { path, source, hint } => {
+            Failure::monitor(format!("no KVM, {}: {path}; {hint}", reason(&source)))
+        }
+        other => Failure::monitor(other),
+    })?;
+    let most = kvm.max_vcpus();
+    if usize::from(vm.cpus.count) > most {
+        let asked = vm.cpus.count;
+        return Err(Failure::usage(format!(
+            "{asked} virtual CPUs are more than this host's KVM allows: cpus; ask for at most {most}"
+        )));
+    }
+    Ok(())
+}
+
+/// The value of a `/proc/meminfo` line in bytes.
+pub fn meminfo_bytes(meminfo: &str, key: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
+    let mut words = line.split_whitespace();
+    let number: u64 = words.next()?.parse().ok()?;
+    number.checked_mul(if words.next() == Some("kB") { 1024 } else { 1 })
+}
+
+fn check_memory(asked: u64, meminfo: &str) -> Result<(), Failure> {
+    let (Some(ram), swap) = (meminfo_bytes(meminfo, "MemTotal"), meminfo_bytes(meminfo, "SwapTotal").unwrap_or(0))
+    else {
+        return Ok(());
+    };
+    let have = ram.saturating_add(swap);
+    if asked <= have {
+        return Ok(());
+    }
+    Err(Failure::usage(format!(
+        "{} of guest memory are more than this host has: memory; ask for at most {}, or add memory or swap",
+        show_size(asked),
+        show_size(have >> 20 << 20)
+    )))
+}
+
+/// A place for the ledger that is known to take it.
+pub struct LedgerFile {
+    path: PathBuf,
+    /// Written first, then renamed onto `path`; `None` writes in place (a pipe, a device).
+    draft: Option<PathBuf>,
+}
+
+impl LedgerFile {
+    /// Makes sure now that `path` can be written at the end, since a run can't be repeated for its ledger.
+    ///
+    /// # Errors
+    /// [`Failure`] with exit code 2.
+    pub fn reserve(path: &Path) -> Result<Self, Failure> {
+        let refuse = |e: &io::Error| {
+            Failure::usage(format!(
+                "ledger can't be written, {}: {}; name a file in a folder that exists and that you may write",
+                reason(e),
+                path.display()
+            ))
+        };
+        let in_place = match fs::metadata(path) {
+            Ok(meta) if meta.is_dir() => return Err(refuse(&io::Error::other("it is a folder"))),
+            Ok(meta) => !meta.is_file(),
+            Err(_) => false,
+        };
+        if in_place {
+            return Ok(Self { path: path.to_owned(), draft: None });
+        }
+        let name = path.file_name().ok_or_else(|| refuse(&io::Error::other("it names no file")))?;
+        // A link keeps pointing where it points: the draft goes beside what it names.
+        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let draft = path.with_file_name(format!(".{}.{}.draft", name.to_string_lossy(), std::process::id()));
+        File::create(&draft).and_then(|_| fs::remove_file(&draft)).map_err(|e| refuse(&e))?;
+        Ok(Self { path, draft: Some(draft) })
+    }
+
+    /// Writes `bytes` so that a reader sees the old file or the new one, never half of one.
+    ///
+    /// # Errors
+    /// [`Failure`] with exit code 3.
+    pub fn write(&self, bytes: &[u8]) -> Result<(), Failure> {
+        let first = self.draft.as_ref().unwrap_or(&self.path);
+        let written = File::create(first).and_then(|mut f| f.write_all(bytes)).and_then(|()| match &self.draft {
+            Some(draft) => fs::rename(draft, &self.path),
+            None => Ok(()),
+        });
+        written.map_err(|e| {
+            if let Some(draft) = &self.draft {
+                // Best effort: the complaint below is about the same disk.
+                let _ = fs::remove_file(draft);
+            }
+            Failure::monitor(format!("ledger lost, {}: {}; make room and run again", reason(&e), self.path.display()))
+        })
+    }
+}
+
+/// A file with this process's id, gone when the value is.
+pub struct PidFile(PathBuf);
+
+impl PidFile {
+    /// Writes it.
+    ///
+    /// # Errors
+    /// [`Failure`] with exit code 2.
+    pub fn create(path: &Path) -> Result<Self, Failure> {
+        fs::write(path, format!("{}\n", std::process::id())).map_err(|e| {
+            Failure::usage(format!("pidfile can't be written, {}: {}; name another place", reason(&e), path.display()))
+        })?;
+        Ok(Self(path.to_owned()))
+    }
+}
+
+impl Drop for PidFile {
+    fn drop(&mut self) {
+        // Somebody may have taken it away already.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::exit::Exit;
+
+    const MEMINFO: &str = "MemTotal:        2097152 kB\nMemFree:          100 kB\nSwapTotal:       1048576 kB\n";
+
+    #[test]
+    fn memory_counts_swap_and_not_more() {
+        assert_eq!(meminfo_bytes(MEMINFO, "MemTotal"), Some(2 << 30));
+        assert_eq!(meminfo_bytes(MEMINFO, "Mem"), None, "a key is matched whole");
+        assert_eq!(check_memory(3 << 30, MEMINFO), Ok(()));
+        let refused = check_memory((3 << 30) + 4096, MEMINFO).unwrap_err();
+        assert_eq!(refused.exit, Exit::Usage);
+        assert_eq!(
+            refused.message,
+            "3145732K of guest memory are more than this host has: memory; ask for at most 3G, or add memory or swap"
+        );
+        assert_eq!(check_memory(1 << 40, ""), Ok(()), "a host that doesn't say is not judged");
+    }
+
+    #[test]
+    fn a_ledger_is_replaced_whole_and_leaves_nothing_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out.json");
+        let ledger = LedgerFile::reserve(&path).unwrap();
+        assert!(!path.exists(), "reserving makes no file");
+        ledger.write(b"one").unwrap();
+        ledger.write(b"two").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        let link = dir.path().join("link.json");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        LedgerFile::reserve(&link).unwrap().write(b"three").unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(fs::read(&path).unwrap(), b"three");
+    }
+
+    #[test]
+    fn a_device_is_written_in_place() {
+        LedgerFile::reserve(Path::new("/dev/null")).unwrap().write(b"x").unwrap();
+        assert!(!fs::metadata("/dev/null").unwrap().is_file());
+    }
+
+    #[test]
+    fn a_ledger_that_has_no_place_is_refused_early() {
+        for path in ["/nonexistent/out.json", "/tmp", "/"] {
+            let refused = LedgerFile::reserve(Path::new(path)).err().unwrap();
+            assert_eq!(refused.exit, Exit::Usage);
+            assert!(refused.message.starts_with("ledger can't be written, "), "{}", refused.message);
+        }
+    }
+
+    #[test]
+    fn the_pid_file_goes_with_its_owner() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pid");
+        let pid = PidFile::create(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", std::process::id()));
+        drop(pid);
+        assert!(!path.exists());
+    }
+}
