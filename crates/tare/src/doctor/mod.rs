@@ -146,20 +146,33 @@ fn json(findings: &[Finding]) -> String {
     format!("{all:#}\n")
 }
 
+/// Columns of the text.
+const WIDTH: usize = 100;
+/// Where what is said begins.
+const INDENT: usize = 32;
+
 fn table(findings: &[Finding]) -> String {
     let mut text = String::new();
-    for finding in findings {
+    // Capabilities that are there fill a screen and interest nobody one by one: they share an entry.
+    let (shared, own): (Vec<_>, Vec<_>) = findings.iter().partition(|f| capability_name(f).is_some());
+    for finding in own {
         let state = match finding.state {
             State::Ok => "ok",
             State::Lacking => "lacking",
             State::Missing => "MISSING",
         };
-        text.push_str(&format!("{state:<8} {:<26} {}\n", finding.key, finding.said));
-        for (what, line) in [("costs", finding.cost), ("get it", finding.get)] {
+        wrap(&mut text, &format!("{state:<8} {:<22}", finding.key), &finding.said);
+        for (what, line) in [("costs: ", finding.cost), ("get it: ", finding.get)] {
             if let Some(line) = line {
-                text.push_str(&format!("{:<8} {:<26}   {what}: {line}\n", "", ""));
+                wrap(&mut text, "", &format!("{what}{line}"));
             }
         }
+    }
+    let names = shared.iter().filter_map(|f| Some((capability_name(f)?, &f.said)));
+    let list: Vec<String> =
+        names.map(|(name, said)| if said == "yes" { name.to_owned() } else { format!("{name}={said}") }).collect();
+    if !list.is_empty() {
+        wrap(&mut text, "ok       kvm.cap", &list.join(", "));
     }
     let verdict = if is_ready(findings) {
         "guests run on this host at hardware speed"
@@ -168,6 +181,35 @@ fn table(findings: &[Finding]) -> String {
     };
     text.push_str(&format!("\n{verdict}\n"));
     text
+}
+
+/// The bare name of a capability that is there.
+fn capability_name(finding: &Finding) -> Option<&'static str> {
+    finding.key.strip_prefix("kvm.cap.").filter(|_| finding.state == State::Ok)
+}
+
+/// Appends `said` after `head`, broken at spaces to fit the columns.
+fn wrap(text: &mut String, head: &str, said: &str) {
+    let mut line = format!("{head:<INDENT$}");
+    if head.len() >= INDENT {
+        line.push(' ');
+    }
+    let mut fresh = true;
+    for word in said.split(' ') {
+        if !fresh && line.len() + 1 + word.len() > WIDTH {
+            text.push_str(line.trim_end());
+            text.push('\n');
+            line = " ".repeat(INDENT + 2);
+            fresh = true;
+        }
+        if !fresh {
+            line.push(' ');
+        }
+        line.push_str(word);
+        fresh = false;
+    }
+    text.push_str(&line);
+    text.push('\n');
 }
 
 /// The host's files below a root, so that tests can look at a made-up host.
@@ -185,6 +227,13 @@ impl Host {
 
     fn number(&self, path: &str) -> Option<u64> {
         self.read(path)?.parse().ok()
+    }
+
+    /// Whether this process holds the capability of that bit.
+    fn may(&self, capability: u32) -> bool {
+        let status = self.read("proc/self/status").unwrap_or_default();
+        let effective = status.lines().find_map(|l| l.strip_prefix("CapEff:"));
+        effective.and_then(|v| u64::from_str_radix(v.trim(), 16).ok()).is_some_and(|all| all & (1 << capability) != 0)
     }
 
     /// Names in a folder, sorted; empty for a folder that isn't there.

@@ -20,6 +20,7 @@ const GET_PERMISSION: &str =
     "add yourself to the node's group (usermod -aG kvm NAME, then log in again), or run as root";
 const GET_HARDWARE: &str = "use a machine with VT-x or AMD-V, or nested virtualization; for measuring without either, \
                             `tare-lab host up` makes a software machine with a real KVM inside";
+const GET_NESTED: &str = "kvm_intel or kvm_amd with nested=1 on hardware";
 const GET_NEWER: &str = "a newer host kernel";
 
 /// Looks at the KVM whose node is `node`.
@@ -82,14 +83,20 @@ struct Use {
     name: &'static str,
     key: &'static str,
     cost: Option<&'static str>,
+    get: &'static str,
 }
 
 const fn needed(name: &'static str, key: &'static str) -> Use {
-    Use { name, key, cost: None }
+    Use { name, key, cost: None, get: "Linux 5.10 or newer on the host" }
 }
 
 const fn useful(name: &'static str, key: &'static str, cost: &'static str) -> Use {
-    Use { name, key, cost: Some(cost) }
+    Use { name, key, cost: Some(cost), get: GET_NEWER }
+}
+
+/// What no kernel brings.
+const fn needs(get: &'static str, of: Use) -> Use {
+    Use { get, ..of }
 }
 
 const USES: &[Use] = &[
@@ -117,13 +124,19 @@ const USES: &[Use] = &[
     useful("binary_stats", "kvm.cap.binary_stats", "the ledger has no statistics from KVM itself"),
     useful("x2apic_api", "kvm.cap.x2apic_api", "no interrupts to vCPU numbers above 254"),
     useful("tsc_deadline", "kvm.cap.tsc_deadline", "guests use slower timers"),
-    useful("tsc_control", "kvm.cap.tsc_control", "a snapshot can't move to a host with another clock rate"),
+    needs(
+        "a processor with TSC scaling",
+        useful("tsc_control", "kvm.cap.tsc_control", "a snapshot can't move to a host with another clock rate"),
+    ),
     useful("halt_poll", "kvm.cap.halt_poll", "polling before sleep can't be set for each guest"),
     useful("disable_exits", "kvm.cap.disable_exits", "idle guests always exit, even on processors of their own"),
     useful("user_space_msr", "kvm.cap.user_space_msr", "unknown MSRs can't be looked at by the monitor"),
     useful("xsave2", "kvm.cap.xsave2", "guests can't have AMX state in snapshots"),
     useful("guest_memfd", "kvm.cap.guest_memfd", "no guest-private memory"),
-    useful("nested_state", "kvm.cap.nested_state", "a guest that runs guests can't be put in a snapshot"),
+    needs(
+        GET_NESTED,
+        useful("nested_state", "kvm.cap.nested_state", "a guest that runs guests can't be put in a snapshot"),
+    ),
 ];
 
 fn capability(capability: &Capability) -> Finding {
@@ -137,8 +150,8 @@ fn capability(capability: &Capability) -> Finding {
     let found = Finding::ok(key, capability.value, said);
     match known {
         Some(_) if capability.value > 0 => found,
-        Some(Use { cost: Some(cost), .. }) => found.lacking(cost, GET_NEWER),
-        Some(Use { cost: None, .. }) => found.missing("tare can't run without it", "Linux 5.10 or newer on the host"),
+        Some(Use { cost: Some(cost), get, .. }) => found.lacking(cost, get),
+        Some(Use { cost: None, get, .. }) => found.missing("tare can't run without it", get),
         None => found,
     }
 }
@@ -154,7 +167,7 @@ fn nested(host: &Host) -> Finding {
     let place = if inside { "this host is itself a guest" } else { "this host is no guest" };
     let value = json!({"guests_can_nest": on, "host_is_guest": inside});
     let found = Finding::ok(KEY, value, format!("guests can{} run guests; {place}", if on { "" } else { "not" }));
-    if on { found } else { found.lacking("no KVM inside guests", "kvm_intel or kvm_amd with nested=1") }
+    if on { found } else { found.lacking("no KVM inside guests", GET_NESTED) }
 }
 
 /// APICv or AVIC: interrupts delivered without exits.
