@@ -6,14 +6,19 @@
 //! bus; devices run on their own threads (disks) or on the thread of the vCPU that kicked them (console, entropy).
 
 pub mod blk;
+pub mod console;
 pub mod device;
 pub mod fault;
 pub mod queue;
+pub mod rng;
+pub mod stats;
 pub mod transport;
 
+pub use console::{Console, ConsolePort};
 pub use device::{Activation, ActiveQueue, DeviceStatus, Interrupt, QueueIrq, VirtioDevice};
 pub use fault::{Answer, GuestFault};
 pub use queue::{Chain, Queue, QueueConfig};
+pub use rng::Rng;
 pub use transport::pci::VirtioPci;
 
 /// Transport feature bits that the core offers for every device (virtio 1.2, 6).
