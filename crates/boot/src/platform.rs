@@ -8,7 +8,7 @@ use crate::BootError;
 /// What the E820 map and the ACPI tables tell the guest about its machine. RAM itself comes from [`mem::GuestRam`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Platform {
-    /// APIC id of every CPU, the boot CPU's first; 1 to 64 of them, all different.
+    /// APIC id of every CPU, the boot CPU's first; 1 to 64 of them, all different, below 255.
     pub apic_ids: Vec<u32>,
     /// Where every CPU sees its local APIC.
     pub lapic: Gpa,
@@ -44,6 +44,12 @@ impl Ecam {
     #[must_use]
     pub fn len(&self) -> u64 {
         u64::from(self.buses) << 20
+    }
+
+    /// Number of its last bus.
+    #[must_use]
+    pub fn last_bus(&self) -> u8 {
+        self.buses.saturating_sub(1).min(255) as u8
     }
 
     /// Whether it has no bus; a checked one never is.
@@ -105,6 +111,9 @@ impl Platform {
         if ids.windows(2).any(|w| w[0] == w[1]) {
             return bad("two CPUs share an APIC id".into());
         }
+        if let Some(id) = ids.iter().find(|id| **id >= 255) {
+            return bad(format!("APIC id {id}, need less than 255"));
+        }
         for (name, at) in [("local APIC", self.lapic), ("I/O APIC", self.ioapic)] {
             if at.0 > u64::from(u32::MAX) || at.0 & 0xfff != 0 {
                 return bad(format!("{name} at {at}, need a page below 4 GiB"));
@@ -125,6 +134,13 @@ impl Platform {
         let (at64, len64) = self.pci_window64;
         if at64.checked_add(len64).is_none() || (len64 > 0 && at64.0 < mem::HIGH_START) {
             return bad(format!("64-bit PCI window of {len64} bytes at {at64}"));
+        }
+        let mut taken = vec![(self.lapic.0, 4096), (self.ioapic.0, 4096), (at32.0, len32), (at64.0, len64)];
+        taken.extend(self.ecam.map(|e| (e.base.0, e.len())));
+        taken.retain(|(_, len)| *len > 0);
+        taken.sort_unstable();
+        if let Some(w) = taken.windows(2).find(|w| w[0].0 + w[0].1 > w[1].0) {
+            return bad(format!("device memory at {:#x} overlaps {:#x}", w[0].0, w[1].0));
         }
         Ok(())
     }
@@ -162,6 +178,8 @@ pub(crate) mod tests {
         check(|p| p.apic_ids.clear(), "0 CPUs");
         check(|p| p.apic_ids = (0..65).collect(), "65 CPUs");
         check(|p| p.apic_ids = vec![3, 1, 3], "share");
+        check(|p| p.apic_ids = vec![255], "255");
+        check(|p| p.pci_window32.1 = 0x2000_0001, "overlaps");
         check(|p| p.ioapic = Gpa(0xfec0_0010), "I/O APIC");
         check(|p| p.ecam = Some(Ecam { base: Gpa(0xe000_0000), buses: 257 }), "257 buses");
         check(|p| p.ecam = Some(Ecam { base: Gpa(u64::MAX << 20), buses: 1 }), "ECAM");

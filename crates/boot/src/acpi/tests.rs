@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The tables as a guest would follow them, byte by byte, and as ACPICA's disassembler reads them.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use super::*;
+use crate::platform::tests::platform;
+
+fn ram() -> GuestRam {
+    GuestRam::anonymous(&[(Gpa(0), 2 << 20)]).unwrap()
+}
+
+fn sum(bytes: &[u8]) -> u8 {
+    bytes.iter().fold(0, |s, b| s.wrapping_add(*b))
+}
+
+fn u64_at(b: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(b[at..at + 8].try_into().unwrap())
+}
+
+/// Follows RSDP and XSDT; every table by signature, checksums proven.
+fn tables(platform: &Platform) -> BTreeMap<String, Vec<u8>> {
+    let ram = ram();
+    let at = write(&ram, platform).unwrap();
+    let read = |at: u64, len: usize| {
+        let mut b = vec![0; len];
+        ram.read_bytes(Gpa(at), &mut b).unwrap();
+        b
+    };
+    let rsdp = read(at.0, 36);
+    assert_eq!(&rsdp[..8], b"RSD PTR ");
+    assert_eq!((sum(&rsdp[..20]), sum(&rsdp), rsdp[15]), (0, 0, 2));
+    let table = |at: u64| {
+        let len = u32::from_le_bytes(read(at + 4, 4).try_into().unwrap()) as usize;
+        let b = read(at, len);
+        assert_eq!(sum(&b), 0, "checksum of {}", String::from_utf8_lossy(&b[..4]));
+        assert_eq!(at % 16, 0);
+        b
+    };
+    let xsdt = table(u64_at(&rsdp, 24));
+    let mut out = BTreeMap::new();
+    for entry in xsdt[36..].chunks(8) {
+        let t = table(u64_at(entry, 0));
+        if t.starts_with(b"FACP") {
+            out.insert("DSDT".into(), table(u64_at(&t, 140)));
+        }
+        out.insert(String::from_utf8_lossy(&t[..4]).into_owned(), t);
+    }
+    out.insert("XSDT".into(), xsdt);
+    out
+}
+
+#[test]
+fn the_tables_are_found_and_say_what_the_platform_is() {
+    let mut p = platform();
+    p.apic_ids = vec![0, 2, 5];
+    let t = tables(&p);
+    assert_eq!(t.keys().collect::<Vec<_>>(), ["APIC", "DSDT", "FACP", "MCFG", "XSDT"]);
+    let f = &t["FACP"];
+    assert_eq!((f.len(), f[8], f[131]), (276, 6, 5));
+    let flags = u32::from_le_bytes(f[112..116].try_into().unwrap());
+    assert_eq!(flags, 1 | 1 << 4 | 1 << 5 | 1 << 10 | 1 << 12 | 1 << 20);
+    assert_eq!(u16::from_le_bytes([f[109], f[110]]), 0b10_0100, "no VGA, no CMOS clock, no 8042, no legacy devices");
+    let gas = |at: usize| (f[at], f[at + 1], f[at + 3], u64_at(f, at + 4));
+    assert_eq!((gas(116), f[128]), ((1, 8, 1, 0x602), 1), "reset register and value");
+    assert_eq!((gas(244), gas(256)), ((1, 8, 1, 0x600), (1, 8, 1, 0x601)), "sleep registers");
+    let m = &t["APIC"];
+    assert_eq!(u32::from_le_bytes(m[36..40].try_into().unwrap()), 0xfee0_0000);
+    assert_eq!(m[40], 0, "no 8259");
+    assert_eq!(
+        &m[44..],
+        [
+            &[0, 8, 0, 0, 1, 0, 0, 0, 0, 8, 1, 2, 1, 0, 0, 0, 0, 8, 2, 5, 1, 0, 0, 0][..],
+            &[1, 12, 0, 0, 0, 0, 0xc0, 0xfe, 0, 0, 0, 0],
+        ]
+        .concat()
+    );
+    let c = &t["MCFG"];
+    assert_eq!((u64_at(c, 44), &c[52..]), (0xe000_0000, &[0u8; 8][..]));
+}
+
+#[test]
+fn what_is_absent_is_not_described() {
+    let mut p = platform();
+    (p.ecam, p.serial, p.pvpanic_port) = (None, None, None);
+    let t = tables(&p);
+    assert!(!t.contains_key("MCFG"));
+    let has = |name: &[u8]| t["DSDT"].windows(4).any(|w| w == name);
+    assert!(has(b"PWRB") && has(b"_S5_"));
+    assert!(!has(b"PCI0") && !has(b"MBRD") && !has(b"COM1") && !has(b"PEVT"));
+}
+
+#[test]
+fn the_most_a_platform_may_have_fits() {
+    let mut p = platform();
+    p.apic_ids = (0..64).map(|n| n * 3).collect();
+    p.ecam = Some(crate::Ecam { base: Gpa(0x20_0000_0000), buses: 256 });
+    p.conf1 = true;
+    assert_eq!(tables(&p)["APIC"].len(), 44 + 64 * 8 + 12);
+}
+
+#[test]
+fn acpica_disassembles_and_compiles_them_without_a_word() {
+    let mut high = platform();
+    high.ecam = Some(crate::Ecam { base: Gpa(0x20_0000_0000), buses: 256 });
+    high.conf1 = true;
+    for p in [platform(), high] {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, table) in tables(&p) {
+            std::fs::write(dir.path().join(format!("{name}.aml")), table).unwrap();
+            let iasl = |args: &[&str]| Command::new("iasl").args(args).current_dir(dir.path()).output();
+            let Ok(out) = iasl(&["-d", &format!("{name}.aml")]) else {
+                println!("skipped: no iasl");
+                return;
+            };
+            let text = [out.stdout, out.stderr].concat();
+            let text = String::from_utf8_lossy(&text);
+            assert!(out.status.success() && !text.contains("rror") && !text.contains("arning"), "{name}: {text}");
+            let source = std::fs::read_to_string(dir.path().join(format!("{name}.dsl"))).unwrap();
+            assert!(!source.contains("rror") && !source.contains("arning"), "{name}: {source}");
+            if name == "DSDT" {
+                assert!(source.contains("PNP0A08") && source.contains("Notify (PWRB, 0x80)"), "{source}");
+                let out = iasl(&["-oa", "DSDT.dsl"]).unwrap();
+                let text = String::from_utf8_lossy(&out.stdout);
+                assert!(text.contains("0 Errors, 0 Warnings"), "{text}\n{source}");
+            }
+        }
+    }
+}
