@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Samples directly on this host: for hosts with hardware KVM, where native is the host itself.
+//!
+//! One bash per sample, in its own process group and with a parent-death signal, so that nothing outlives the run. One lane:
+//! samples side by side would take each other's time.
+
+use std::io::{Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use super::{Facts, Paths, Place};
+use crate::interrupt;
+
+/// This host.
+pub struct Direct {
+    paths: Paths,
+    guest_kernel: Option<String>,
+}
+
+impl Direct {
+    /// A place that works in `paths.work`.
+    pub fn new(paths: Paths, guest_kernel: Option<String>) -> Result<Self> {
+        std::fs::create_dir_all(&paths.work)
+            .with_context(|| format!("can't make the work directory {}", paths.work))?;
+        Ok(Self { paths, guest_kernel })
+    }
+}
+
+impl Place for Direct {
+    fn facts(&self) -> Facts {
+        Facts {
+            place: "direct",
+            time: "wall time",
+            statement: "Every subject ran directly on this host under hardware KVM, one sample at a time, in mixed order; native \
+                is the host itself. Times are wall times and move with whatever else the host does.",
+            not_priced: &["other load on the host: compare medians, and look at the spread"],
+            machine: None,
+            guest_kernel: self.guest_kernel.clone(),
+            alone: false,
+        }
+    }
+
+    fn paths(&self) -> &Paths {
+        &self.paths
+    }
+
+    fn lanes(&self) -> usize {
+        1
+    }
+
+    fn run(&self, script: &str, limit: Duration) -> Result<String> {
+        let mut command = Command::new("bash");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
+        // SAFETY: prctl with PR_SET_PDEATHSIG takes no pointers and is async-signal-safe; nothing else runs before exec.
+        unsafe {
+            command.pre_exec(|| {
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+                Ok(())
+            });
+        }
+        let mut group = Group(command.spawn().context("can't start bash")?);
+        if let Some(mut stdin) = group.0.stdin.take() {
+            stdin.write_all(script.as_bytes()).context("bash ended early")?;
+        }
+        let mut stdout = group.0.stdout.take().context("bash has no output")?;
+        let reader = std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            stdout.read_to_end(&mut bytes).map(|_| bytes)
+        });
+        let deadline = Instant::now() + limit + Duration::from_secs(60);
+        loop {
+            if group.0.try_wait()?.is_some() {
+                break;
+            }
+            if interrupt::asked() {
+                bail!("interrupted");
+            }
+            if Instant::now() > deadline {
+                bail!("the sample took longer than {} s", limit.as_secs() + 60);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let bytes = match reader.join() {
+            Ok(bytes) => bytes?,
+            Err(_) => bail!("reading the sample's report failed"),
+        };
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+}
+
+/// A child that leads a process group; dropping it ends the whole group.
+struct Group(Child);
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if !matches!(self.0.try_wait(), Ok(Some(_))) {
+            let pid = i32::try_from(self.0.id()).unwrap_or(i32::MAX);
+            // SAFETY: kill takes no pointers; the group is led by our own child, which has not been waited for.
+            unsafe { libc::kill(-pid, libc::SIGKILL) };
+            let _ = self.0.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::scenario;
+    use crate::schedule::Plan;
+    use crate::subject::parse_list;
+
+    fn place(dir: &std::path::Path) -> Direct {
+        let work = dir.join("it's here").display().to_string();
+        Direct::new(Paths { work, ..Paths::default() }, None).unwrap()
+    }
+
+    #[test]
+    fn a_script_runs_and_its_output_comes_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = place(dir.path()).run("echo one; echo two >&2; exit 4", Duration::from_secs(5)).unwrap();
+        assert_eq!(text, "one\n");
+    }
+
+    /// The whole path with a stand-in monitor: a shell that speaks like a guest.
+    #[test]
+    fn a_command_template_is_all_a_subject_needs() {
+        let dir = tempfile::tempdir().unwrap();
+        let subjects =
+            parse_list(&["fake=sh -c \"echo booting {kernel}; echo @@lab ready; sleep 0.2; echo {memory_mib}\""])
+                .unwrap();
+        let bundles = scenario::suite("boot", 1.0).unwrap();
+        let plan = Plan { bundles: &bundles[..1], subjects: &subjects, repeat: 2, seed: 1, jobs: 1 };
+        let ledger = plan.run(&place(dir.path()), &|_| {}).unwrap();
+        assert!(ledger.failures.is_empty(), "{:?}", ledger.failures);
+        assert_eq!(ledger.taken.len(), 2);
+        let figures = &ledger.taken[0].figures;
+        assert_eq!(figures[0].1.metric, "time to user space");
+        assert!(figures.iter().any(|(_, figure)| figure.metric == "RSS beside guest memory" && figure.value > 0.0));
+    }
+}

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# Runs one sample: starts the subject's command ("$@"), watches its console for marks, reads KVM's counters and the
+# monitor's memory at them, and reports at the end. Nothing is printed while the sample runs. Appended by the lab to a
+# preamble that sets: LAB_SCRATCH LAB_POLL LAB_LIMIT LAB_GRACE LAB_GUEST_MIB LAB_IMAGE LAB_DISK and the words of "$@".
+#
+# The console goes to a regular file, so that a subject never waits for its reader; it is read every LAB_POLL seconds.
+
+mkdir -p "$LAB_SCRATCH" && cd "$LAB_SCRATCH" || exit 97
+report=$LAB_SCRATCH/report.txt
+: >"$report"
+: >console
+rm -f idle
+mkfifo idle
+exec 3<console 4<>idle
+if [ ! -d /sys/kernel/debug/kvm ]; then mount -t debugfs debugfs /sys/kernel/debug 2>/dev/null; fi
+if [ -n "$LAB_IMAGE" ]; then cp --sparse=always "$LAB_IMAGE" "$LAB_DISK" || exit 96; fi
+
+# Microseconds, without a fork.
+now() { t=$EPOCHREALTIME; t=${t/[.,]/}; }
+
+# KVM's counters of the subject's VM, one line.
+counters() {
+    dir=
+    for d in /sys/kernel/debug/kvm/$pid-*; do [ -d "$d" ] && dir=$d; done
+    if [ -z "$dir" ] && [ -n "$LAB_ALONE" ]; then
+        for d in /sys/kernel/debug/kvm/[0-9]*-*; do [ -d "$d" ] && dir=$d; done
+    fi
+    line=
+    [ -n "$dir" ] || return
+    for name in exits io_exits mmio_exits halt_exits irq_exits irq_window_exits nmi_window_exits pf_taken insn_emulation \
+        hypercalls signal_exits request_irq_exits irq_injections; do
+        if IFS= read -r value <"$dir/$name"; then line="$line $name=$value"; fi
+    done 2>/dev/null
+}
+
+# Resident memory of the monitor: every mapping but the guest's own memory, which is known by its size.
+memory() {
+    awk -v guest="$LAB_GUEST_MIB" '
+        /^[0-9a-f]+-[0-9a-f]+ / { next }
+        $1 == "Size:" { big = guest > 0 && $2 >= guest * 512 }
+        $1 == "Rss:" { if (big) guest_rss += $2; else rss += $2 }
+        $1 == "Pss:" { if (big) guest_pss += $2; else pss += $2 }
+        END { printf "%%%% memory %d %d %d %d\n", rss, pss, guest_rss, guest_pss }
+    ' "/proc/$pid/smaps" >>"$report" 2>/dev/null
+}
+
+now; start=$t
+if command -v setpriv >/dev/null 2>&1; then
+    setpriv --pdeathsig KILL -- "$@" <&4 >console 2>stderr &
+else
+    "$@" <&4 >console 2>stderr &
+fi
+pid=$!
+trap 'kill -9 $pid 2>/dev/null; exit 98' INT TERM HUP
+
+part= over= end=
+while :; do
+    if IFS= read -r line <&3; then
+        line=$part$line part=
+        case $line in
+        *@@lab\ *)
+            now
+            at=$((t - start)) mark=${line##*@@lab } line=
+            mark=${mark%$'\r'}
+            counters
+            printf '%%%% mark %s %s%s\n' "$at" "$mark" "$line" >>"$report"
+            case $mark in ready* | done*) memory ;; esac
+            case $mark in done*) now; over=$((t + LAB_GRACE * 1000000)) ;; esac
+            ;;
+        esac
+        continue
+    fi
+    part=$part$line
+    [ -z "$end" ] || break
+    now
+    if ! kill -0 "$pid" 2>/dev/null; then
+        wait "$pid"
+        end="exit $?"
+        continue
+    fi
+    if [ $((t - start)) -gt $((LAB_LIMIT * 1000000)) ]; then
+        kill -9 "$pid"; wait "$pid" 2>/dev/null
+        end="limit 0"
+        continue
+    fi
+    if [ -n "$over" ] && [ "$t" -gt "$over" ]; then
+        kill -9 "$pid"; wait "$pid" 2>/dev/null
+        end="killed 0"
+        continue
+    fi
+    read -r -t "$LAB_POLL" _ <&4
+done
+now
+printf '%%%% end %s %s\n' "$((t - start))" "$end" >>"$report"
+
+cat "$report"
+echo '%% console'
+tail -c 65536 console
+echo
+echo '%% stderr'
+tail -c 4096 stderr
+echo
+echo '%% stop'
+cd / && rm -rf "$LAB_SCRATCH"

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Suites: what is measured. A suite is a list of bundles; a bundle is what one start of a subject does, so that
+//! workloads whose order cannot matter share one boot.
+//!
+//! A guest gets its work through the kernel command line: `/bin/sh` of the unmodified root disk (or initrd) is its init
+//! and the script is init's argument. Nothing in an image is changed and no template needs a variable for it.
+
+mod boot;
+mod tax;
+
+use anyhow::{Result, bail};
+
+use crate::report::Figure;
+use crate::sample::Sample;
+use crate::subject::{Console, Subject};
+use crate::sysbench::Test;
+
+/// What one start of a subject does.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bundle {
+    /// Short name, for progress and notes.
+    pub name: &'static str,
+    /// What it does.
+    pub kind: Kind,
+    /// Guest memory, MiB.
+    pub memory_mib: u64,
+    /// Virtual CPUs.
+    pub cpus: u32,
+    /// Seconds on the place's clock until the watchdog ends it.
+    pub limit_seconds: u64,
+}
+
+/// The two kinds of bundles.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Kind {
+    /// Boot to the first line of user space, from kernel and initrd alone.
+    Boot {
+        /// The subject's own console and `quiet`, instead of a serial console with all messages.
+        quiet: bool,
+    },
+    /// Run steps in order, on the root disk.
+    Work(Vec<Step>),
+}
+
+/// One workload of a bundle.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Step {
+    /// Name in tables.
+    pub workload: &'static str,
+    /// Name in marks: one word.
+    pub mark: &'static str,
+    /// What its output looks like.
+    pub test: Test,
+    /// Shell command.
+    pub command: String,
+    /// Shell command after it, not measured.
+    pub after: &'static str,
+}
+
+/// The suites by name, with what they measure; shown by `tare-lab list`.
+pub const SUITES: &[(&str, &str)] = &[
+    ("tax", "sysbench cpu, memory, mutex, threads, fileio (prepare, rndrw buffered and O_DIRECT)"),
+    ("boot", "boot to the first line of user space, exits by kind, memory of the monitor beside the guest's"),
+    ("all", "tax and boot in one report"),
+];
+
+/// The bundles of a suite.
+pub fn suite(name: &str, scale: f64) -> Result<Vec<Bundle>> {
+    Ok(match name {
+        "tax" => tax::bundles(scale),
+        "boot" => boot::bundles(),
+        "all" => [tax::bundles(scale), boot::bundles()].concat(),
+        _ => bail!("no suite '{name}'; there are: {}", SUITES.map_names()),
+    })
+}
+
+trait MapNames {
+    fn map_names(&self) -> String;
+}
+
+impl MapNames for [(&str, &str)] {
+    fn map_names(&self) -> String {
+        self.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The workloads of some bundles in table order.
+pub fn workloads(bundles: &[Bundle]) -> Vec<String> {
+    let names = |bundle: &Bundle| match &bundle.kind {
+        Kind::Boot { .. } => vec![bundle.name.to_owned()],
+        Kind::Work(steps) => steps.iter().map(|step| step.workload.to_owned()).collect(),
+    };
+    bundles.iter().flat_map(names).collect()
+}
+
+impl Bundle {
+    /// Whether the subject takes part: native has nothing to boot.
+    pub fn fits(&self, subject: &Subject) -> bool {
+        match self.kind {
+            Kind::Boot { .. } => !subject.is_native(),
+            Kind::Work(_) => subject.is_native() || subject.wants("disk"),
+        }
+    }
+
+    /// True when the guest needs its root disk.
+    pub fn needs_disk(&self) -> bool {
+        matches!(self.kind, Kind::Work(_))
+    }
+
+    /// The console a subject gets in this bundle.
+    pub fn console(&self, subject: &Subject) -> Console {
+        match self.kind {
+            Kind::Boot { quiet: false } => Console::Serial,
+            _ => subject.own_console(),
+        }
+    }
+
+    /// Seconds between two looks at the console: short where its moment is the figure.
+    pub fn poll_millis(&self) -> u64 {
+        match self.kind {
+            Kind::Boot { .. } => 2,
+            Kind::Work(_) => 25,
+        }
+    }
+
+    /// The kernel command line of a guest; `root` is what `root=` should say.
+    pub fn cmdline(&self, console: Console, root: &str) -> String {
+        let console = console.device();
+        match &self.kind {
+            Kind::Boot { quiet } => {
+                let quiet = if *quiet { " quiet" } else { "" };
+                format!("console={console}{quiet} reboot=k panic=-1 rdinit=/bin/sh -- -c \"{}\"", boot::INIT)
+            }
+            Kind::Work(steps) => {
+                format!("console={console} quiet root={root} rw panic=-1 init=/bin/sh -- -c \"{}\"", tax::init(steps))
+            }
+        }
+    }
+
+    /// The command that does the same work natively, in directory `data`.
+    pub fn native(&self, data: &str) -> Vec<String> {
+        let steps: &[Step] = match &self.kind {
+            Kind::Boot { .. } => &[],
+            Kind::Work(steps) => steps,
+        };
+        vec!["sh".to_owned(), "-c".to_owned(), tax::native(steps, data)]
+    }
+
+    /// The figures of a sample, with their workloads. An error means the sample has failed.
+    pub fn figures(&self, sample: &Sample) -> Result<Vec<(&'static str, Figure)>> {
+        match &self.kind {
+            Kind::Boot { .. } => boot::figures(self.name, sample),
+            Kind::Work(steps) => tax::figures(steps, sample),
+        }
+    }
+
+    /// Exits of a sample by workload.
+    pub fn exits(&self, sample: &Sample) -> Vec<(&'static str, crate::price::Exits)> {
+        match &self.kind {
+            Kind::Boot { .. } => sample.exits(None, "ready").map(|exits| (self.name, exits)).into_iter().collect(),
+            Kind::Work(steps) => steps
+                .iter()
+                .filter_map(|step| {
+                    let exits = sample.exits(Some(&format!("begin {}", step.mark)), &format!("end {}", step.mark))?;
+                    Some((step.workload, exits))
+                })
+                .collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// x86's COMMAND_LINE_SIZE, with room for what a monitor adds.
+    const LIMIT: usize = 2048 - 128;
+
+    #[test]
+    fn command_lines_fit_and_keep_their_script_in_one_quoted_word() {
+        for scale in [1.0, 0.1, 0.001] {
+            for bundle in suite("all", scale).unwrap() {
+                let line = bundle.cmdline(Console::Serial, "/dev/vda");
+                assert!(line.len() < LIMIT, "{} is {} bytes long", bundle.name, line.len());
+                assert_eq!(line.matches('"').count(), 2, "the kernel knows no escapes: {line}");
+                assert!(!line.contains('\n') && !line.contains('\''));
+                assert!(!line.contains("@@lab"), "the kernel prints its command line, which must not look like a mark");
+            }
+        }
+    }
+
+    #[test]
+    fn native_takes_no_part_in_boots_and_diskless_monitors_none_in_work() {
+        let all = suite("all", 0.1).unwrap();
+        let fit = |subject: &str| {
+            let subject = Subject::parse(subject).unwrap();
+            all.iter().filter(|bundle| bundle.fits(&subject)).map(|bundle| bundle.name).collect::<Vec<_>>()
+        };
+        assert_eq!(fit("native"), ["compute", "fileio"]);
+        assert_eq!(fit("firecracker"), ["boot", "boot quiet"]);
+        assert_eq!(fit("tare").len(), 4);
+        assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, all"));
+    }
+
+    #[test]
+    fn the_console_of_the_first_table_is_serial_for_all() {
+        let all = suite("boot", 1.0).unwrap();
+        let tare = Subject::parse("tare").unwrap();
+        assert_eq!(all[0].console(&tare), Console::Serial);
+        assert_eq!(all[1].console(&tare), Console::Virtio);
+        assert_eq!(all[1].console(&Subject::parse("qemu").unwrap()), Console::Serial);
+        assert!(all[1].cmdline(Console::Virtio, "").contains("console=hvc0 quiet"));
+    }
+}

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The order of samples, and the loop that takes them.
+//!
+//! Subjects are interleaved in mixed order with a fixed seed, so that a slow drift of the host meets all alike. A sample that
+//! fails is tried again and counted, never skipped in silence. Workers are scoped threads that share a queue under one lock.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use crate::interrupt;
+use crate::place::Place;
+use crate::price::Exits;
+use crate::report::Figure;
+use crate::sample::{Order, Sample};
+use crate::scenario::Bundle;
+use crate::subject::Subject;
+
+/// Tries of one sample before it counts as missing.
+pub const TRIES: u32 = 3;
+
+/// One sample to take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Task {
+    /// Index into the bundles.
+    pub bundle: usize,
+    /// Index into the subjects.
+    pub subject: usize,
+    /// Round, from 0.
+    pub round: u32,
+    /// Earlier failed tries.
+    pub tries: u32,
+}
+
+/// What is to be measured.
+pub struct Plan<'a> {
+    /// The bundles of the suite.
+    pub bundles: &'a [Bundle],
+    /// Who is measured.
+    pub subjects: &'a [Subject],
+    /// Samples of each.
+    pub repeat: u32,
+    /// Seed of the mixed order.
+    pub seed: u64,
+    /// Worker threads.
+    pub jobs: usize,
+}
+
+/// A sample that was taken.
+#[derive(Clone, Debug)]
+pub struct Taken {
+    /// Which.
+    pub task: Task,
+    /// Its figures by workload.
+    pub figures: Vec<(&'static str, Figure)>,
+    /// Its exits by workload.
+    pub exits: Vec<(&'static str, Exits)>,
+}
+
+/// A try that failed.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// Which.
+    pub task: Task,
+    /// Why.
+    pub error: String,
+}
+
+/// Everything a run brought home.
+#[derive(Debug, Default)]
+pub struct Ledger {
+    /// In the order of the plan.
+    pub taken: Vec<Taken>,
+    /// In the order they happened.
+    pub failures: Vec<Failure>,
+}
+
+/// News for the progress display.
+pub enum News<'a> {
+    /// A worker starts a sample.
+    Started(Task),
+    /// A sample is there.
+    Taken(Task, Duration),
+    /// A try failed; the flag says whether it is tried again.
+    Failed(Task, &'a str, bool),
+}
+
+impl Plan<'_> {
+    /// All tasks in mixed order: each round holds every bundle and subject once, shuffled.
+    pub fn tasks(&self) -> Vec<Task> {
+        let mut random = self.seed | 1;
+        let mut out = Vec::new();
+        for round in 0..self.repeat {
+            let start = out.len();
+            for (bundle, what) in self.bundles.iter().enumerate() {
+                for (subject, who) in self.subjects.iter().enumerate() {
+                    if what.fits(who) {
+                        out.push(Task { bundle, subject, round, tries: 0 });
+                    }
+                }
+            }
+            for i in (start + 1..out.len()).rev() {
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                let span = (i - start + 1) as u64;
+                out.swap(i, start + (random % span) as usize);
+            }
+        }
+        out
+    }
+
+    /// Takes all samples. Stops early, with an error, when the user asked to.
+    pub fn run(&self, place: &dyn Place, tell: &(dyn Fn(News) + Sync)) -> Result<Ledger> {
+        let queue: Mutex<VecDeque<Task>> = Mutex::new(self.tasks().into());
+        let ledger: Mutex<Ledger> = Mutex::default();
+        std::thread::scope(|scope| {
+            for _ in 0..self.jobs.max(1) {
+                scope.spawn(|| self.work(place, tell, &queue, &ledger));
+            }
+        });
+        if interrupt::asked() {
+            bail!("interrupted; everything that was started has been ended");
+        }
+        let mut ledger = ledger.into_inner().unwrap_or_else(PoisonError::into_inner);
+        ledger.taken.sort_by_key(|taken| (taken.task.bundle, taken.task.subject, taken.task.round));
+        Ok(ledger)
+    }
+
+    fn work(
+        &self,
+        place: &dyn Place,
+        tell: &(dyn Fn(News) + Sync),
+        queue: &Mutex<VecDeque<Task>>,
+        ledger: &Mutex<Ledger>,
+    ) {
+        while !interrupt::asked() {
+            let Some(task) = lock(queue).pop_front() else { return };
+            tell(News::Started(task));
+            let start = Instant::now();
+            match self.take(place, task) {
+                Ok(taken) => {
+                    lock(ledger).taken.push(taken);
+                    tell(News::Taken(task, start.elapsed()));
+                }
+                Err(_) if interrupt::asked() => return,
+                Err(error) => {
+                    let error = format!("{error:#}");
+                    let again = task.tries + 1 < TRIES;
+                    tell(News::Failed(task, &error, again));
+                    lock(ledger).failures.push(Failure { task, error });
+                    if again {
+                        lock(queue).push_back(Task { tries: task.tries + 1, ..task });
+                    }
+                }
+            }
+        }
+    }
+
+    fn take(&self, place: &dyn Place, task: Task) -> Result<Taken> {
+        let bundle = &self.bundles[task.bundle];
+        let order = order(bundle, &self.subjects[task.subject], place, task)?;
+        let sample = Sample::parse(&place.run(&order.script(), order.limit)?)?;
+        Ok(Taken { task, figures: bundle.figures(&sample)?, exits: bundle.exits(&sample) })
+    }
+}
+
+/// What a place has to run for one task.
+fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> Result<Order> {
+    let paths = place.paths();
+    let scratch =
+        format!("{}/{}-{}-{}-{}-{}", paths.work, std::process::id(), task.bundle, task.subject, task.round, task.tries);
+    let private = format!("{scratch}/root.raw");
+    let copy = bundle.needs_disk() && paths.copy_disk && !subject.is_native();
+    let console = bundle.console(subject);
+    let command = if subject.is_native() {
+        bundle.native(&format!("{scratch}/data"))
+    } else {
+        let cmdline = bundle.cmdline(console, &paths.root);
+        let json = serde_json::to_string(&cmdline)?;
+        let mut values: BTreeMap<&str, String> = BTreeMap::from([
+            ("kernel", paths.kernel.clone()),
+            ("initrd", paths.initrd.clone()),
+            ("cmdline_json", json.trim_matches('"').to_owned()),
+            ("cmdline", cmdline),
+            ("memory_mib", bundle.memory_mib.to_string()),
+            ("cpus", bundle.cpus.to_string()),
+            ("console", console.word().to_owned()),
+            ("scratch", scratch.clone()),
+            ("tare", paths.tare.clone()),
+        ]);
+        if bundle.needs_disk() {
+            values.insert("disk", if copy { private.clone() } else { paths.disk.clone() });
+        }
+        subject.command(&values)?
+    };
+    Ok(Order {
+        command,
+        scratch,
+        copy: copy.then(|| (paths.disk.clone(), private)),
+        guest_mib: if subject.is_native() { 0 } else { bundle.memory_mib },
+        poll: Duration::from_millis(bundle.poll_millis()),
+        limit: Duration::from_secs(bundle.limit_seconds),
+        alone: place.facts().alone,
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::place::mock::Mock;
+    use crate::scenario;
+    use crate::subject::parse_list;
+
+    const BOOT: &str = "%% mark 2000000 ready exits=4000 io_exits=3000\n%% memory 4096 4000 1 1\n%% end 3000000 exit 0\n\
+        %% console\nx\n%% stderr\n\n%% stop\n";
+
+    fn plan<'a>(bundles: &'a [Bundle], subjects: &'a [Subject]) -> Plan<'a> {
+        Plan { bundles, subjects, repeat: 3, seed: 7, jobs: 1 }
+    }
+
+    #[test]
+    fn every_round_holds_every_pair_once_in_an_order_that_repeats() {
+        let (bundles, subjects) = (scenario::suite("all", 0.1).unwrap(), parse_list(&["native,qemu,tare"]).unwrap());
+        let plan = plan(&bundles, &subjects);
+        let tasks = plan.tasks();
+        assert_eq!(tasks.len(), 3 * (3 + 3 + 2 + 2));
+        for (round, chunk) in tasks.chunks(10).enumerate() {
+            assert!(chunk.iter().all(|task| task.round as usize == round));
+            let mut pairs: Vec<_> = chunk.iter().map(|task| (task.bundle, task.subject)).collect();
+            pairs.sort_unstable();
+            pairs.dedup();
+            assert_eq!(pairs.len(), 10);
+        }
+        assert_eq!(tasks, plan.tasks(), "the same seed gives the same order");
+        assert_ne!(tasks, Plan { seed: 8, ..plan }.tasks());
+        let order = |chunk: &[Task]| chunk.iter().map(|task| (task.bundle, task.subject)).collect::<Vec<_>>();
+        assert_ne!(order(&tasks[..10]), order(&tasks[10..20]), "rounds are shuffled anew");
+    }
+
+    #[test]
+    fn samples_come_home_in_the_order_of_the_plan() {
+        let (bundles, subjects) = (scenario::suite("boot", 1.0).unwrap(), parse_list(&["qemu,tare"]).unwrap());
+        let place = Mock::new(|_, _| Ok(BOOT.to_owned()));
+        let ledger = plan(&bundles, &subjects).run(&place, &|_| {}).unwrap();
+        assert_eq!(ledger.taken.len(), 12);
+        assert!(ledger.failures.is_empty());
+        assert!(ledger.taken.is_sorted_by_key(|taken| (taken.task.bundle, taken.task.subject, taken.task.round)));
+        assert_eq!(ledger.taken[0].figures[0].1.value, 2.0);
+        assert_eq!(ledger.taken[0].exits[0].1.total, 4000);
+        let asked = place.asked.lock().unwrap();
+        assert_eq!(asked.iter().filter(|script| script.contains("'/bin/tare' 'run'")).count(), 6);
+        assert!(asked.iter().all(|script| script.contains("rdinit=/bin/sh") && !script.contains("root.raw")));
+    }
+
+    #[test]
+    fn a_failed_sample_is_tried_again_and_counted() {
+        let (bundles, subjects) = (scenario::suite("boot", 1.0).unwrap(), parse_list(&["qemu"]).unwrap());
+        let place = Mock::new(|call, _| if call == 0 { bail!("the clone died") } else { Ok(BOOT.to_owned()) });
+        let ledger = plan(&bundles, &subjects).run(&place, &|_| {}).unwrap();
+        assert_eq!((ledger.taken.len(), ledger.failures.len()), (6, 1));
+        assert_eq!(ledger.failures[0].error, "the clone died");
+        assert!(ledger.taken.iter().any(|taken| taken.task.tries == 1));
+    }
+
+    #[test]
+    fn a_sample_that_always_fails_is_given_up_after_three_tries() {
+        let (bundles, subjects) = (scenario::suite("boot", 1.0).unwrap(), parse_list(&["qemu,tare"]).unwrap());
+        let place = Mock::new(|_, script| {
+            Ok(if script.contains("'/bin/tare'") { BOOT.replace(" ready ", " never ") } else { BOOT.to_owned() })
+        });
+        let retried = Mutex::new(0);
+        let ledger = plan(&bundles, &subjects)
+            .run(&place, &|news| {
+                if let News::Failed(_, error, again) = news {
+                    assert!(error.contains("never said 'ready'"), "{error}");
+                    *retried.lock().unwrap() += u32::from(again);
+                }
+            })
+            .unwrap();
+        assert_eq!(ledger.taken.len(), 6, "the other subject's samples are all there");
+        assert_eq!(ledger.failures.len(), 6 * TRIES as usize);
+        assert_eq!(*retried.lock().unwrap(), 6 * (TRIES - 1));
+    }
+
+    #[test]
+    fn a_shared_image_is_copied_for_each_guest_but_not_for_native() {
+        let bundles = scenario::suite("tax", 0.1).unwrap();
+        let task = Task { bundle: 1, subject: 0, round: 2, tries: 0 };
+        struct Copies(Mock, crate::place::Paths);
+        impl Place for Copies {
+            fn facts(&self) -> crate::place::Facts {
+                self.0.facts()
+            }
+            fn paths(&self) -> &crate::place::Paths {
+                &self.1
+            }
+            fn lanes(&self) -> usize {
+                1
+            }
+            fn run(&self, script: &str, limit: Duration) -> Result<String> {
+                self.0.run(script, limit)
+            }
+        }
+        let mock = Mock::new(|_, _| Ok(String::new()));
+        let paths = crate::place::Paths { copy_disk: true, ..mock.paths().clone() };
+        let place = Copies(mock, paths);
+        let made = order(&bundles[1], &Subject::parse("tare").unwrap(), &place, task).unwrap();
+        let private = format!("{}/root.raw", made.scratch);
+        assert_eq!(made.copy, Some(("/d".to_owned(), private.clone())));
+        assert!(made.command.contains(&format!("path={private},cache=writeback")));
+        assert_eq!(order(&bundles[1], &Subject::parse("native").unwrap(), &place, task).unwrap().copy, None);
+    }
+}

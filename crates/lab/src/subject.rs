@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Subjects: what is put on the scale. A subject is a name and a command template, so any monitor can be added
+//! from the command line as `NAME=TEMPLATE`; the built-in ones are templates too.
+//!
+//! A template is split into words like a shell would (quotes, backslash), then `{variables}` are filled in, so a value
+//! never splits or quotes anything. A group `[--disk path={disk}]` is dropped when a variable in it has no value.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, bail};
+
+/// The variables a template may use, with what they stand for; shown by `tare-lab list`.
+pub const VARIABLES: &[(&str, &str)] = &[
+    ("kernel", "path of the guest kernel (a stock bzImage)"),
+    ("initrd", "path of the guest's initial RAM disk; unset when a workload needs none"),
+    ("disk", "path of the guest's root disk, a raw image; unset when a workload needs none"),
+    ("cmdline", "the whole kernel command line, one word"),
+    ("cmdline_json", "the same, escaped for the inside of a JSON string"),
+    ("memory_mib", "guest memory in MiB"),
+    ("cpus", "number of virtual CPUs"),
+    ("console", "'serial' or 'virtio'; a template without it is taken to have a serial console on its standard output"),
+    ("scratch", "an empty directory of this sample, removed afterwards"),
+    ("tare", "path of the tare binary"),
+];
+
+const TARE: &str = "{tare} run --kernel {kernel} [--initrd {initrd}] --cmdline {cmdline} --cpus {cpus} \
+    --memory {memory_mib}M [--disk path={disk},cache=writeback] --console {console}";
+const QEMU: &str = "qemu-system-x86_64 -M pc -nodefaults -no-user-config -display none -enable-kvm -cpu host -smp {cpus} \
+    -m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} \
+    [-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] \
+    -serial stdio -no-reboot";
+const QEMU_MICROVM: &str = "qemu-system-x86_64 -M microvm,pcie=on -nodefaults -no-user-config -display none -enable-kvm \
+    -cpu host -smp {cpus} -m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} \
+    [-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] \
+    -serial stdio -no-reboot";
+const CLOUD_HYPERVISOR: &str = "cloud-hypervisor --kernel {kernel} [--initramfs {initrd}] --cmdline {cmdline} \
+    --cpus boot={cpus} --memory size={memory_mib}M [--disk path={disk},image_type=raw] --serial tty --console off";
+const FIRECRACKER: &str = r#"sh -c "cat >{scratch}/fc.json <<'END'
+{\"boot-source\": {\"kernel_image_path\": \"{kernel}\", \"initrd_path\": \"{initrd}\", \"boot_args\": \"{cmdline_json}\"},
+ \"drives\": [], \"machine-config\": {\"vcpu_count\": {cpus}, \"mem_size_mib\": {memory_mib}}}
+END
+exec firecracker --no-api --config-file {scratch}/fc.json""#;
+
+/// The built-in subjects: name, what it is, template. `native` has no monitor.
+pub const BUILT_IN: &[(&str, &str, &str)] = &[
+    ("native", "the workload on the host itself, no monitor", ""),
+    ("tare", "this project's monitor", TARE),
+    ("qemu", "QEMU with KVM, machine type pc, virtio-blk (writeback, io_uring)", QEMU),
+    ("qemu-microvm", "QEMU with KVM, machine type microvm", QEMU_MICROVM),
+    ("cloud-hypervisor", "Cloud Hypervisor, when its binary is there", CLOUD_HYPERVISOR),
+    ("firecracker", "Firecracker, when its binary is there (boot only: no root disk in its template)", FIRECRACKER),
+];
+
+/// A guest's console, as the kernel names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Console {
+    /// A 16550 at 0x3f8: one exit a character.
+    Serial,
+    /// A virtio console.
+    Virtio,
+}
+
+impl Console {
+    /// The device of the kernel's `console=` argument.
+    pub fn device(self) -> &'static str {
+        match self {
+            Console::Serial => "ttyS0",
+            Console::Virtio => "hvc0",
+        }
+    }
+
+    /// The value of `{console}` in a template.
+    pub fn word(self) -> &'static str {
+        match self {
+            Console::Serial => "serial",
+            Console::Virtio => "virtio",
+        }
+    }
+}
+
+/// One subject.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Subject {
+    /// Short name, the key in every table.
+    pub name: String,
+    /// The command template as written; empty for native.
+    pub template: String,
+    parts: Vec<Part>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Part {
+    words: Vec<String>,
+    optional: bool,
+}
+
+impl Subject {
+    /// Reads one entry of `--subjects`: a built-in name or `NAME=TEMPLATE`.
+    pub fn parse(text: &str) -> Result<Self> {
+        if let Some((name, _, template)) = BUILT_IN.iter().find(|(name, ..)| *name == text) {
+            return Self::new(name, template);
+        }
+        let Some((name, template)) = text.split_once('=') else {
+            let known: Vec<_> = BUILT_IN.iter().map(|(name, ..)| *name).collect();
+            bail!("subject '{text}' is not built in; use one of {} or NAME=COMMAND TEMPLATE", known.join(", "));
+        };
+        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) {
+            bail!("subject name '{name}': use letters, digits, '-', '_' and '.'");
+        }
+        if template.trim().is_empty() {
+            bail!("subject '{name}' has an empty command template; see 'tare-lab list' for the variables");
+        }
+        Self::new(name, template)
+    }
+
+    fn new(name: &str, template: &str) -> Result<Self> {
+        let parts = parts(template).with_context(|| format!("command template of subject '{name}'"))?;
+        Ok(Self { name: name.to_owned(), template: template.to_owned(), parts })
+    }
+
+    /// True for the subject without a monitor.
+    pub fn is_native(&self) -> bool {
+        self.parts.is_empty()
+    }
+
+    /// The console this subject uses when it may choose: virtio where its template can switch, else serial.
+    pub fn own_console(&self) -> Console {
+        if self.template.contains("{console}") { Console::Virtio } else { Console::Serial }
+    }
+
+    /// The program the template starts, with `{tare}` left as it is; `None` for native.
+    pub fn program(&self) -> Option<&str> {
+        let first = self.parts.first()?.words.first()?;
+        if first == "sh" {
+            // `sh -c "… exec PROGRAM …"`: the last exec names it.
+            let script = self.parts.first()?.words.last()?;
+            let (_, after) = script.rsplit_once("exec ")?;
+            return after.split_whitespace().next();
+        }
+        Some(first)
+    }
+
+    /// Whether the template mentions variable `name`.
+    pub fn wants(&self, name: &str) -> bool {
+        self.template.contains(&format!("{{{name}}}"))
+    }
+
+    /// Fills the template in. Errors when a variable outside a group has no value.
+    pub fn command(&self, values: &BTreeMap<&str, String>) -> Result<Vec<String>> {
+        let mut out = Vec::new();
+        for part in &self.parts {
+            let filled: Result<Vec<String>, &str> = part.words.iter().map(|word| fill(word, values)).collect();
+            match filled {
+                Ok(words) => out.extend(words),
+                Err(_) if part.optional => {}
+                Err(name) => {
+                    bail!("subject '{}' needs {{{name}}} but this workload has none: put it in a [group]", self.name)
+                }
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// Reads the values of all `--subjects` flags. Each is a list split at commas, but a comma inside a template belongs to the
+/// template: only a built-in name, or `NAME=` before something that is clearly a program, starts the next entry. A template
+/// that would be misread gets a flag of its own.
+pub fn parse_list(flags: &[impl AsRef<str>]) -> Result<Vec<Subject>> {
+    let mut entries: Vec<String> = Vec::new();
+    for flag in flags {
+        let mut in_template = false;
+        for piece in flag.as_ref().split(',') {
+            let built_in = BUILT_IN.iter().any(|(name, ..)| *name == piece);
+            match entries.last_mut() {
+                Some(last) if in_template && !built_in && !starts_template(piece) => {
+                    last.push(',');
+                    last.push_str(piece);
+                }
+                _ => {
+                    in_template = piece.contains('=');
+                    entries.push(piece.to_owned());
+                }
+            }
+        }
+    }
+    let subjects: Vec<Subject> = entries.iter().map(|entry| Subject::parse(entry)).collect::<Result<_>>()?;
+    for (i, subject) in subjects.iter().enumerate() {
+        if subjects[..i].iter().any(|other| other.name == subject.name) {
+            bail!("subject '{}' is named twice", subject.name);
+        }
+    }
+    Ok(subjects)
+}
+
+/// True for `NAME=PROGRAM ...` where PROGRAM is a path, a variable or a program of this host.
+fn starts_template(piece: &str) -> bool {
+    let Some((name, rest)) = piece.split_once('=') else { return false };
+    let program = rest.split_whitespace().next().unwrap_or("");
+    let named = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    named && rest.contains(' ') && (program.starts_with(['/', '{']) || crate::facts::installed(program))
+}
+
+/// Splits a template into words and bracketed groups, checking that each variable is known.
+fn parts(template: &str) -> Result<Vec<Part>> {
+    let mut parts: Vec<Part> = Vec::new();
+    let mut optional = false;
+    for mut word in words(template)? {
+        let mut opens = false;
+        if !optional && word.starts_with('[') {
+            optional = true;
+            opens = true;
+            word.remove(0);
+        }
+        let closes = optional && word.ends_with(']');
+        if closes {
+            word.pop();
+        }
+        if let Some(name) = variables(&word).find(|name| !VARIABLES.iter().any(|(known, _)| known == name)) {
+            bail!("unknown variable {{{name}}}; 'tare-lab list' names them all");
+        }
+        match parts.last_mut() {
+            Some(part) if !opens && part.optional == optional => part.words.push(word),
+            _ => parts.push(Part { words: vec![word], optional }),
+        }
+        if closes {
+            optional = false;
+            parts.push(Part { words: Vec::new(), optional: false });
+        }
+    }
+    if optional {
+        bail!("a [group] is not closed");
+    }
+    parts.retain(|part| !part.words.is_empty());
+    Ok(parts)
+}
+
+/// Shell-like word splitting: single and double quotes, backslash.
+fn words(text: &str) -> Result<Vec<String>> {
+    let mut out = Vec::new();
+    let mut word: Option<String> = None;
+    let mut quote: Option<char> = None;
+    let mut chars = text.chars();
+    while let Some(c) = chars.next() {
+        match (quote, c) {
+            (Some(q), c) if c == q => quote = None,
+            (None, '\'' | '"') => {
+                quote = Some(c);
+                word.get_or_insert_default();
+            }
+            (None, c) if c.is_whitespace() => out.extend(word.take()),
+            (None | Some('"'), '\\') => match chars.next() {
+                Some(next) => word.get_or_insert_default().push(next),
+                None => bail!("ends in a backslash"),
+            },
+            (_, c) => word.get_or_insert_default().push(c),
+        }
+    }
+    if let Some(q) = quote {
+        bail!("a quote {q} is not closed");
+    }
+    out.extend(word);
+    Ok(out)
+}
+
+/// Names of the `{variables}` in a word; braces around anything but `a-z_` are plain text (JSON).
+fn variables(word: &str) -> impl Iterator<Item = &str> {
+    word.match_indices('{').filter_map(|(at, _)| {
+        let rest = &word[at + 1..];
+        let name = &rest[..rest.find('}')?];
+        (!name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase() || c == '_')).then_some(name)
+    })
+}
+
+/// Replaces the variables of one word; `Err` names the first one without a value.
+fn fill<'w>(word: &'w str, values: &BTreeMap<&str, String>) -> Result<String, &'w str> {
+    let mut out = String::new();
+    let mut rest = word;
+    while let Some(at) = rest.find('{') {
+        out.push_str(&rest[..at]);
+        match variables(&rest[at..]).next().filter(|name| rest[at + 1..].starts_with(name)) {
+            Some(name) => {
+                out.push_str(values.get(name).ok_or(name)?);
+                rest = &rest[at + name.len() + 2..];
+            }
+            None => {
+                out.push('{');
+                rest = &rest[at + 1..];
+            }
+        }
+    }
+    out.push_str(rest);
+    Ok(out)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn values(pairs: &[(&'static str, &str)]) -> BTreeMap<&'static str, String> {
+        pairs.iter().map(|(k, v)| (*k, (*v).to_owned())).collect()
+    }
+
+    const BASE: &[(&str, &str)] = &[
+        ("kernel", "/k"),
+        ("cmdline", "console=ttyS0 -- -c \"a b\""),
+        ("cmdline_json", "console=ttyS0"),
+        ("memory_mib", "256"),
+        ("cpus", "1"),
+        ("console", "virtio"),
+        ("scratch", "/s"),
+        ("tare", "/bin/tare"),
+    ];
+
+    #[test]
+    fn tare_template_with_and_without_a_disk() {
+        let subject = Subject::parse("tare").unwrap();
+        assert_eq!(
+            subject.command(&values(BASE)).unwrap(),
+            [
+                "/bin/tare",
+                "run",
+                "--kernel",
+                "/k",
+                "--cmdline",
+                "console=ttyS0 -- -c \"a b\"",
+                "--cpus",
+                "1",
+                "--memory",
+                "256M",
+                "--console",
+                "virtio"
+            ]
+        );
+        let mut with = values(BASE);
+        with.insert("disk", "/d.raw".into());
+        let command = subject.command(&with).unwrap();
+        assert!(command.windows(2).any(|w| w == ["--disk", "path=/d.raw,cache=writeback"]), "{command:?}");
+        assert_eq!(subject.own_console(), Console::Virtio);
+        assert_eq!(subject.program(), Some("{tare}"));
+    }
+
+    #[test]
+    fn every_built_in_template_parses_and_fills() {
+        let mut all = values(BASE);
+        all.insert("disk", "/d".into());
+        all.insert("initrd", "/i".into());
+        for (name, ..) in BUILT_IN {
+            let subject = Subject::parse(name).unwrap();
+            let command = subject.command(&all).unwrap();
+            assert_eq!(command.is_empty(), subject.is_native());
+            assert!(command.iter().all(|word| !word.contains("{kernel}")), "{command:?}");
+        }
+    }
+
+    #[test]
+    fn firecracker_template_makes_json() {
+        let mut all = values(BASE);
+        all.insert("initrd", "/i".into());
+        let command = Subject::parse("firecracker").unwrap().command(&all).unwrap();
+        let script = &command[2];
+        let json = script.split_once('\n').unwrap().1.split_once("END\n").unwrap().0;
+        let parsed: serde_json::Value = serde_json::from_str(json).unwrap();
+        assert_eq!(parsed["boot-source"]["initrd_path"], "/i");
+        assert_eq!(parsed["machine-config"]["mem_size_mib"], 256);
+        assert_eq!(Subject::parse("firecracker").unwrap().program(), Some("firecracker"));
+    }
+
+    #[test]
+    fn list_splits_at_commas_but_not_inside_templates() {
+        let list = parse_list(&[
+            "native,mine=vmm --disk path={disk},readonly=on -m {memory_mib},qemu,b=/bin/x --y {kernel}",
+            "c=x,y -z {kernel}",
+        ])
+        .unwrap();
+        let names: Vec<_> = list.iter().map(|s| s.name.as_str()).collect();
+        assert_eq!(names, ["native", "mine", "qemu", "b", "c"]);
+        assert_eq!(list[1].template, "vmm --disk path={disk},readonly=on -m {memory_mib}");
+        assert_eq!(list[4].template, "x,y -z {kernel}");
+    }
+
+    #[test]
+    fn bad_subjects_say_what_to_do() {
+        for (text, part) in [
+            ("qemuu", "NAME=COMMAND TEMPLATE"),
+            ("x=", "empty command template"),
+            ("x=vmm {kernal}", "unknown variable {kernal}"),
+            ("x=vmm 'a", "not closed"),
+            ("x=vmm [a {disk}", "not closed"),
+            ("a b=vmm", "letters, digits"),
+            ("native,native", "named twice"),
+        ] {
+            let error = format!("{:#}", parse_list(&[text]).unwrap_err());
+            assert!(error.contains(part), "{text}: {error}");
+        }
+        let needs_disk = Subject::parse("x=vmm {disk}").unwrap();
+        let error = needs_disk.command(&values(BASE)).unwrap_err().to_string();
+        assert!(error.contains("needs {disk}"), "{error}");
+    }
+
+    #[test]
+    fn words_follow_shell_rules() {
+        assert_eq!(words(r#"a 'b c' "d \"e" f\ g"#).unwrap(), ["a", "b c", "d \"e", "f g"]);
+        assert_eq!(words("  ''  ").unwrap(), [""]);
+    }
+}
