@@ -229,6 +229,12 @@ impl Vm {
             && self.fd.register_coalesced_mmio(IoEventAddress::Pio(u64::from(port)), 1).is_ok()
     }
 
+    /// Undoes [`Vm::coalesce_port`]: writes to `port` leave to the monitor again.
+    pub fn uncoalesce_port(&self, port: u16) {
+        // It was registered with the same arguments, so this can't fail.
+        let _ = self.fd.unregister_coalesced_mmio(IoEventAddress::Pio(u64::from(port)), 1);
+    }
+
     /// KVM's own counters for this VM, or `None` before Linux 5.14.
     #[must_use]
     pub fn stats(&self) -> Option<Stats> {

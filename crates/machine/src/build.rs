@@ -16,8 +16,9 @@ use crate::control::Control;
 use crate::dispatch::Dispatch;
 use crate::error::{Error, host};
 use crate::layout;
-use crate::legacy::{AcpiPorts, SerialPort};
+use crate::legacy::{AcpiPorts, Coalesced, SerialPort};
 use crate::pci_host::PciHost;
+use crate::registry::Registry;
 use crate::timer::Timer;
 use crate::vcpu::{cpuid, setup};
 
@@ -31,6 +32,8 @@ pub struct Built {
     pub vcpus: Vec<Vcpu>,
     /// Devices and the way to them.
     pub dispatch: Arc<Dispatch>,
+    /// What the main thread keeps of the devices.
+    pub registry: Registry,
     /// Fires when half a line of serial output has waited long enough.
     pub timer: Arc<Timer>,
     /// The guest's power button: one write, one press.
@@ -57,8 +60,9 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
     let timer = Arc::new(Timer::new().map_err(host("make a timer"))?);
     let button = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?);
     vm.add_irqfd(&button, layout::ACPI_EVENT_GSI)?;
-    let serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
-    let pci = PciHost::new(spec, &vm, &ram, io)?;
+    let mut serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
+    let mut pci = PciHost::new(&vm, &ram);
+    let registry = Registry::populate(spec, &mut pci, io)?;
     let loaded = load(spec, &ram)?;
 
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));
@@ -79,8 +83,11 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
     if let Some(first) = vcpus.first() {
         setup::boot_vcpu(first, &loaded)?;
     }
+    if let (Some(port), Some(ring)) = (&mut serial, vcpus.first().and_then(Vcpu::coalesced_ring)) {
+        port.coalesce(Coalesced::new(&vm, ring, layout::SERIAL_PORT));
+    }
     let dispatch = Arc::new(Dispatch::new(control, serial, pci));
-    Ok(Built { vm, ram, vcpus, dispatch, timer, button })
+    Ok(Built { vm, ram, vcpus, dispatch, registry, timer, button })
 }
 
 /// What can be told before anything is made.
@@ -113,7 +120,7 @@ fn host_memory() -> Option<u64> {
 fn serial(vm: &Vm, io: &ConsoleIo, timer: Arc<Timer>) -> Result<SerialPort, Error> {
     let line = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?);
     vm.add_irqfd(&line, layout::SERIAL_GSI)?;
-    Ok(SerialPort::new(layout::SERIAL_PORT, line, io.output.clone(), timer))
+    Ok(SerialPort::new(line, io.output.clone(), timer))
 }
 
 /// Puts kernel, initrd, command line and tables into guest memory.

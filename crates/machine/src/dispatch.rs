@@ -51,12 +51,6 @@ impl Dispatch {
         }
     }
 
-    /// Hands user input to whichever console the guest has.
-    pub fn input(&self, bytes: &[u8]) {
-        self.with_serial(|s| s.input(bytes));
-        self.pci.input(bytes);
-    }
-
     /// Answers a read of `port`. What nobody answers reads as all ones, as on a PC.
     pub fn port_read(&self, port: u16, data: &mut [u8]) -> Answered {
         let party = match (port, data) {

@@ -16,8 +16,8 @@ pub enum Error {
     #[error(transparent)]
     Boot(#[from] boot::BootError),
     /// A disk is missing, in use or unfit.
-    #[error("{0}")]
-    Disk(String),
+    #[error(transparent)]
+    Disk(#[from] block::Error),
     /// The VM asks for more than the host or tare offers.
     #[error("{0}")]
     TooMuch(String),

@@ -4,7 +4,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use std::os::fd::AsRawFd;
+
+use base::EventFd;
 use base::reactor::{Reactor, Token};
+use kvm::Vcpu;
 
 use crate::build::{self, Built};
 use crate::console::{ConsoleInput, ConsoleIo, Typed};
@@ -12,9 +16,11 @@ use crate::control::Outcome;
 use crate::dispatch::Dispatch;
 use crate::error::{Error, host};
 use crate::ledger::{DeviceLedger, Ledger, VcpuLedger, memory, plain, ticks};
+use crate::legacy::SerialPort;
+use crate::registry::Registry;
 use crate::signals::Signals;
 use crate::timer::Timer;
-use crate::vcpu::{self, Stopped};
+use crate::vcpu::{self, Accounting, Stopped};
 
 const CONTROL: Token = 0;
 const SIGNALS: Token = 1;
@@ -36,37 +42,42 @@ pub struct Report {
 /// # Errors
 /// Everything that keeps the VM from starting; see [`Error`].
 pub fn run(vm: &spec::Vm, io: &ConsoleIo) -> Result<Report, Error> {
+    run_with(vm, io, Accounting::On)
+}
+
+/// [`run`] with a choice of accounting, for the benchmark that shows what the ledger costs.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_with(vm: &spec::Vm, io: &ConsoleIo, accounting: Accounting) -> Result<Report, Error> {
     let clock = Clock::start();
     let mut signals = Signals::block().map_err(host("take over signals"))?;
     let built = build::build(vm, io)?;
     let setup = clock.begun.elapsed();
-    let kvm_vm = built.vm.clone();
-    let ram = built.ram.clone();
-    let (dispatch, timer, button) = (built.dispatch.clone(), built.timer.clone(), built.button.clone());
-    let vcpus = start(built)?;
-    let outcome = watch(&mut signals, io, &dispatch, &timer, || {
-        let _ = button.write(1);
-    });
-    // From here on the guest is over: whatever goes wrong can only make the account poorer.
-    let outcome = outcome.unwrap_or_else(|e| {
-        dispatch.control().finish(Outcome::GuestFault(e.to_string()));
-        Outcome::GuestFault(e.to_string())
+    let Built { vm: kvm_vm, ram, vcpus, dispatch, registry, timer, button } = built;
+    let vcpus = start(vcpus, &dispatch, accounting)?;
+    let watched = Watch { dispatch: &dispatch, registry: &registry, timer: &timer, button: &button };
+    // From here on the guest is over when this returns: whatever goes wrong can only make the account poorer.
+    let outcome = watched.until_over(&mut signals, io).unwrap_or_else(|e| {
+        let outcome = Outcome::GuestFault(e.to_string());
+        dispatch.control().finish(outcome.clone());
+        outcome
     });
     let stopped: Vec<Stopped> = vcpus.into_iter().filter_map(vcpu::Started::stop).collect();
-    dispatch.with_serial(crate::legacy::SerialPort::flush);
-    let devices = dispatch.pci().stop();
+    dispatch.with_serial(SerialPort::flush);
+    dispatch.pci().stop();
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
-    let ledger = account(&clock, setup, &stopped, devices, &ranges, &kvm_vm);
+    let ledger = account(&clock, setup, &stopped, registry.ledgers(), &ranges, &kvm_vm);
     Ok(Report { outcome, ledger })
 }
 
-fn start(built: Built) -> Result<Vec<vcpu::Started>, Error> {
-    let mut started = Vec::with_capacity(built.vcpus.len());
-    for (id, cpu) in built.vcpus.into_iter().enumerate() {
-        match vcpu::spawn(id as u8, cpu, built.dispatch.clone()) {
+fn start(vcpus: Vec<Vcpu>, dispatch: &Arc<Dispatch>, accounting: Accounting) -> Result<Vec<vcpu::Started>, Error> {
+    let mut started = Vec::with_capacity(vcpus.len());
+    for (id, cpu) in (0u8..).zip(vcpus) {
+        match vcpu::spawn(id, cpu, dispatch.clone(), accounting) {
             Ok(thread) => started.push(thread),
             Err(e) => {
-                built.dispatch.control().finish(Outcome::Killed);
+                dispatch.control().finish(Outcome::Killed);
                 started.into_iter().for_each(|t| drop(t.stop()));
                 return Err(host("start a thread for a vCPU")(e));
             }
@@ -75,60 +86,71 @@ fn start(built: Built) -> Result<Vec<vcpu::Started>, Error> {
     Ok(started)
 }
 
-/// The main thread's loop. Returns once the guest is over.
-fn watch(
-    signals: &mut Signals,
-    io: &ConsoleIo,
-    dispatch: &Arc<Dispatch>,
-    timer: &Timer,
-    press_button: impl Fn(),
-) -> Result<Outcome, Error> {
-    let control = dispatch.control();
-    let mut reactor = Reactor::new().map_err(host("make an epoll instance"))?;
-    let watching = |e| host("watch a descriptor")(e);
-    reactor.add(control.event(), CONTROL).map_err(watching)?;
-    reactor.add(signals, SIGNALS).map_err(watching)?;
-    reactor.add(timer, HALF_LINE).map_err(watching)?;
-    let mut input = ConsoleInput::new(io);
-    if let Some(source) = &input {
+/// What the main thread's loop looks after.
+struct Watch<'a> {
+    dispatch: &'a Dispatch,
+    registry: &'a Registry,
+    timer: &'a Timer,
+    button: &'a EventFd,
+}
+
+impl Watch<'_> {
+    /// The main thread's loop. Returns once the guest is over.
+    fn until_over(&self, signals: &mut Signals, io: &ConsoleIo) -> Result<Outcome, Error> {
+        let control = self.dispatch.control();
+        let mut reactor = Reactor::new().map_err(host("make an epoll instance"))?;
+        for (source, token) in [(control.event().as_raw_fd(), CONTROL), (signals.as_raw_fd(), SIGNALS), (self.timer.as_raw_fd(), HALF_LINE)]
+        {
+            reactor.add(&source, token).map_err(host("watch a descriptor"))?;
+        }
         // A regular file or /dev/null can't be watched and has no input to wait for.
-        if reactor.add(source.file(), INPUT).is_err() {
-            input = None;
-        }
-    }
-    let mut asked = false;
-    loop {
-        if let Some(outcome) = control.outcome() {
-            return Ok(outcome);
-        }
-        let ready: Vec<_> = reactor.turn(None).map_err(host("wait for events"))?.collect();
-        for event in ready {
-            match event.token {
-                SIGNALS => {
-                    while let Some(signal) = signals.next() {
-                        if asked || signal == libc::SIGHUP {
-                            control.finish(Outcome::Killed);
-                        } else {
-                            asked = true;
-                            press_button();
-                        }
-                    }
-                }
-                HALF_LINE => dispatch.with_serial(crate::legacy::SerialPort::flush),
-                INPUT => {
-                    let Some(source) = &mut input else { continue };
-                    match source.read() {
-                        Typed::Bytes(bytes) => dispatch.input(&bytes),
-                        Typed::Quit => control.finish(Outcome::Killed),
-                        Typed::End => {
+        let mut input = ConsoleInput::new(io).filter(|source| reactor.add(source.file(), INPUT).is_ok());
+        let mut asked = false;
+        loop {
+            if let Some(outcome) = control.outcome() {
+                return Ok(outcome);
+            }
+            let ready: Vec<_> = reactor.turn(None).map_err(host("wait for events"))?.collect();
+            for event in ready {
+                match (event.token, &mut input) {
+                    (SIGNALS, _) => self.on_signals(signals, &mut asked),
+                    (HALF_LINE, _) => self.dispatch.with_serial(SerialPort::flush),
+                    (INPUT, Some(source)) => {
+                        if !self.on_input(source) {
                             let _ = reactor.remove(source.file());
                             input = None;
                         }
                     }
+                    _ => {}
                 }
-                _ => {}
             }
         }
+    }
+
+    /// The first signal presses the power button, any later one (and a lost terminal at once) ends the run.
+    fn on_signals(&self, signals: &mut Signals, asked: &mut bool) {
+        while let Some(signal) = signals.next() {
+            if *asked || signal == libc::SIGHUP {
+                self.dispatch.control().finish(Outcome::Killed);
+            } else {
+                *asked = true;
+                // Only a full counter refuses, and then the press is pending.
+                let _ = self.button.write(1);
+            }
+        }
+    }
+
+    /// Passes on what the user typed; `false` at the end of the input.
+    fn on_input(&self, source: &mut ConsoleInput) -> bool {
+        match source.read() {
+            Typed::Bytes(bytes) => {
+                self.dispatch.with_serial(|s| s.input(&bytes));
+                self.registry.input(&bytes);
+            }
+            Typed::Quit => self.dispatch.control().finish(Outcome::Killed),
+            Typed::End => return false,
+        }
+        true
     }
 }
 

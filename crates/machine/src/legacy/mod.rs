@@ -5,7 +5,7 @@ mod acpi;
 mod serial;
 
 pub use acpi::AcpiPorts;
-pub use serial::SerialPort;
+pub use serial::{Coalesced, SerialPort};
 
 /// What a port write asks of the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

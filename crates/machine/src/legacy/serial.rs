@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::EventFd;
-use kvm::CoalescedRing;
+use kvm::{CoalescedRing, Vm};
 
 use crate::timer::Timer;
 use vm_superio::serial::NoEvents;
@@ -17,6 +17,14 @@ use vm_superio::{Serial, Trigger};
 
 /// How long half a line waits for its end.
 const HALF_LINE: Duration = Duration::from_millis(50);
+/// Line status register: reading it before each byte is how a guest polls.
+const LSR: u16 = 5;
+/// Interrupt enable register, and its bit for "transmitter empty".
+const IER: u16 = 1;
+const IER_THRI: u8 = 2;
+/// How often coalescing is switched back on. Each switch costs about as much as a few exits, and a driver that sends by
+/// interrupt (as Linux's does once user space has opened the port) would switch for each piece of output.
+const SWITCHES: u32 = 16;
 /// Bytes gathered at most before they are written out.
 const GATHER: usize = 512;
 
@@ -62,36 +70,68 @@ impl Write for Gather {
     }
 }
 
+/// Transmit bytes that KVM queues instead of leaving to the monitor, as long as the guest polls: a guest that waits for
+/// the interrupt after a byte would wait for ever, since nobody has seen the byte.
+pub struct Coalesced {
+    vm: Vm,
+    ring: CoalescedRing,
+    port: u16,
+    on: bool,
+    switches: u32,
+}
+
+impl Coalesced {
+    /// For writes to `port` of `vm` through `ring`, from the guest's first poll on.
+    #[must_use]
+    pub fn new(vm: &Vm, ring: CoalescedRing, port: u16) -> Self {
+        Self { vm: vm.clone(), ring, port, on: false, switches: 0 }
+    }
+
+    fn set(&mut self, on: bool) {
+        if on == self.on {
+            return;
+        }
+        if !on {
+            self.vm.uncoalesce_port(self.port);
+            self.on = false;
+        } else if self.switches < SWITCHES {
+            self.switches += 1;
+            self.on = self.vm.coalesce_port(self.port);
+        }
+    }
+}
+
 /// The port and what feeds it.
 pub struct SerialPort {
     uart: Serial<Line, NoEvents, Gather>,
-    ring: Option<CoalescedRing>,
-    base: u16,
+    coalesced: Option<Coalesced>,
     /// Input that found the receive FIFO full.
     waiting: Vec<u8>,
     /// Wakes the main loop to flush half a line.
     timer: Arc<Timer>,
     armed: bool,
+    /// Whether the guest sends by interrupt rather than by polling.
+    by_interrupt: bool,
 }
 
 impl SerialPort {
-    /// A port at `base` that writes to `out` and raises `line`. When `timer` fires, call [`SerialPort::flush`].
+    /// A port that writes to `out` and raises `line`. When `timer` fires, call [`SerialPort::flush`].
     #[must_use]
-    pub fn new(base: u16, line: Arc<EventFd>, out: Arc<File>, timer: Arc<Timer>) -> Self {
+    pub fn new(line: Arc<EventFd>, out: Arc<File>, timer: Arc<Timer>) -> Self {
         let gather = Gather { out, buffer: Vec::with_capacity(GATHER) };
-        Self { uart: Serial::new(Line(line), gather), ring: None, base, waiting: Vec::new(), timer, armed: false }
+        Self { uart: Serial::new(Line(line), gather), coalesced: None, waiting: Vec::new(), timer, armed: false, by_interrupt: false }
     }
 
-    /// Takes transmit bytes from `ring` from now on.
-    pub fn set_ring(&mut self, ring: CoalescedRing) {
-        self.ring = Some(ring);
+    /// Takes transmit bytes from `coalesced` from now on.
+    pub fn coalesce(&mut self, coalesced: Coalesced) {
+        self.coalesced = Some(coalesced);
     }
 
     /// Bytes that KVM queued go out before anything else happens.
     fn drain(&mut self) {
-        let Some(ring) = &mut self.ring else { return };
-        while let Some((port, byte)) = ring.pop() {
-            if port == u64::from(self.base) {
+        let Some(coalesced) = &mut self.coalesced else { return };
+        while let Some((port, byte)) = coalesced.ring.pop() {
+            if port == u64::from(coalesced.port) {
                 // A failed interrupt trigger can't be answered to the guest; the byte itself is kept.
                 let _ = self.uart.write(0, byte);
             }
@@ -106,6 +146,10 @@ impl SerialPort {
             let rest = std::mem::take(&mut self.waiting);
             self.input(&rest);
         }
+        if offset == LSR && !self.by_interrupt {
+            self.set_coalesced(true);
+            self.arm();
+        }
         value
     }
 
@@ -114,7 +158,28 @@ impl SerialPort {
         self.drain();
         // A failed interrupt trigger can't be answered to the guest; the byte itself is kept.
         let _ = self.uart.write(offset as u8, value);
-        if offset == 0 && !self.armed && !self.uart.writer().buffer.is_empty() {
+        match offset {
+            IER => {
+                // Behind the divisor latch this is another register; a wrong guess costs exits, or the guest a byte's delay.
+                self.by_interrupt = value & IER_THRI != 0;
+                if self.by_interrupt {
+                    self.set_coalesced(false);
+                }
+            }
+            0 if !self.uart.writer().buffer.is_empty() => self.arm(),
+            _ => {}
+        }
+    }
+
+    fn set_coalesced(&mut self, on: bool) {
+        if let Some(coalesced) = &mut self.coalesced {
+            coalesced.set(on);
+        }
+    }
+
+    /// Has the main loop call [`SerialPort::flush`] soon.
+    fn arm(&mut self) {
+        if !self.armed {
             self.armed = true;
             self.timer.arm(HALF_LINE);
         }
@@ -140,22 +205,14 @@ impl SerialPort {
 mod tests {
     use super::*;
     use base::EFD_NONBLOCK;
-    use std::io::Read;
-    use std::os::fd::{FromRawFd, OwnedFd};
+    use std::io::{PipeReader, Read};
+    use std::os::fd::OwnedFd;
 
-    fn pipe() -> (File, File) {
-        let mut fds = [0; 2];
-        // SAFETY: fds holds two ints; the fresh descriptors are owned by nobody else.
-        unsafe {
-            assert_eq!(libc::pipe2(fds.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK), 0);
-            (File::from(OwnedFd::from_raw_fd(fds[0])), File::from(OwnedFd::from_raw_fd(fds[1])))
-        }
-    }
-
-    fn port() -> (SerialPort, File, Arc<EventFd>) {
-        let (rx, tx) = pipe();
+    fn port() -> (SerialPort, PipeReader, Arc<EventFd>) {
+        let (rx, tx) = io::pipe().unwrap();
         let line = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
-        (SerialPort::new(0x3f8, line.clone(), Arc::new(tx), Arc::new(Timer::new().unwrap())), rx, line)
+        let out = Arc::new(File::from(OwnedFd::from(tx)));
+        (SerialPort::new(line.clone(), out, Arc::new(Timer::new().unwrap())), rx, line)
     }
 
     #[test]
@@ -165,7 +222,7 @@ mod tests {
         for &b in b"hi" {
             port.write(0, b);
         }
-        assert!(rx.read(&mut got).is_err(), "half a line waits");
+        assert_eq!(port.uart.writer().buffer, b"hi", "half a line waits");
         port.write(0, b'\n');
         assert_eq!(rx.read(&mut got).unwrap(), 3);
         assert_eq!(&got[..3], b"hi\n");

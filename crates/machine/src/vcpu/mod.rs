@@ -5,4 +5,4 @@ pub mod cpuid;
 mod run;
 pub mod setup;
 
-pub use run::{Started, Stopped, spawn};
+pub use run::{Accounting, Started, Stopped, spawn};

@@ -25,6 +25,16 @@ fn kick_signal() -> libc::c_int {
 /// Stack of a vCPU thread: the loop and the devices it calls need little.
 const STACK: usize = 128 << 10;
 
+/// Whether exits to the monitor are counted and timed. Always on in `tare run`; off is the benchmark's other side.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Accounting {
+    /// Count and time each exit.
+    #[default]
+    On,
+    /// Don't.
+    Off,
+}
+
 /// A running vCPU thread.
 pub struct Started {
     /// Gives the vCPU back, so that its run page outlives every use of `immediate_exit`.
@@ -52,13 +62,16 @@ pub struct Stopped {
 ///
 /// # Errors
 /// When the host gives no more threads.
-pub fn spawn(id: u8, mut vcpu: Vcpu, dispatch: Arc<Dispatch>) -> io::Result<Started> {
+pub fn spawn(id: u8, mut vcpu: Vcpu, dispatch: Arc<Dispatch>, accounting: Accounting) -> io::Result<Started> {
     install_kick_handler()?;
     let immediate_exit = ImmediateExit(vcpu.immediate_exit());
     let thread = std::thread::Builder::new().name(format!("vcpu{id}")).stack_size(STACK).spawn(move || {
         let mut counters = Counters::default();
         while !dispatch.control().stopping() {
-            step(id, &mut vcpu, &dispatch, &mut counters);
+            match accounting {
+                Accounting::On => step::<true>(id, &mut vcpu, &dispatch, &mut counters),
+                Accounting::Off => step::<false>(id, &mut vcpu, &dispatch, &mut counters),
+            }
         }
         let stats = vcpu.stats().map(|s| s.read()).unwrap_or_default();
         (vcpu, Stopped { counters, stats, guest_ns: own_guest_ns() })
@@ -83,11 +96,10 @@ impl Started {
 }
 
 /// One entry into the guest and the answer to what it left for.
-fn step(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counters: &mut Counters) {
-    let before = ticks();
+fn step<const COUNT: bool>(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counters: &mut Counters) {
+    let before = if COUNT { ticks() } else { 0 };
     let exit = vcpu.run();
-    let left = ticks();
-    counters.run_ticks += left.wrapping_sub(before);
+    let left = if COUNT { ticks() } else { 0 };
     let (reason, party, ask) = match exit {
         Ok(Exit::IoIn(port, data)) => dispatch.port_read(port, data),
         Ok(Exit::IoOut(port, data)) => dispatch.port_write(port, data),
@@ -108,7 +120,10 @@ fn step(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counters: &mut Counters) {
             (Reason::Other, Party::Kvm, Ask::Nothing)
         }
     };
-    counters.add(reason, party, ticks().wrapping_sub(left));
+    if COUNT {
+        counters.run_ticks += left.wrapping_sub(before);
+        counters.add(reason, party, ticks().wrapping_sub(left));
+    }
     match ask {
         Ask::Nothing => {}
         Ask::PowerOff => dispatch.control().finish(Outcome::PowerOff),
