@@ -6,8 +6,8 @@
 
 mod doctor;
 mod exit;
+mod files;
 mod flags;
-mod host;
 mod meaning;
 mod run;
 mod terminal;

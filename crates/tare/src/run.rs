@@ -7,8 +7,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use crate::exit::{Exit, Failure, complain, reason};
+use crate::files::{LedgerFile, PidFile};
 use crate::flags::OnReset;
-use crate::host::{self, LedgerFile, PidFile};
 use crate::meaning::Meant;
 use crate::terminal::RawTerminal;
 use crate::vmm::{self, End, Weight};
@@ -66,13 +66,13 @@ impl LedgerTo {
 /// # Errors
 /// [`Failure`], for the caller to print once the terminal is back.
 pub fn run(meant: &Meant) -> Result<Exit, Failure> {
-    host::check(&meant.vm)?;
     let ledger = LedgerTo::new(meant.vm.ledger.as_deref())?;
     let _pid = meant.pidfile.as_deref().map(PidFile::create).transpose()?;
     let terminal = RawTerminal::enter().map_err(|e| {
         Failure::monitor(format!("terminal can't be made raw, {}: standard input; use a pipe", reason(&e)))
     })?;
-    let ended = start_until_over(meant, vmm::start, Instant::now);
+    let console = vmm::console(&meant.vm, terminal.is_raw());
+    let ended = console.and_then(|io| start_until_over(meant, |vm| vmm::start(vm, &io), Instant::now));
     drop(terminal);
     let (exit, said, weight) = ended?;
     if let Some(said) = said {

@@ -37,7 +37,9 @@ const DEADLY: [libc::c_int; 9] = [
 ];
 
 /// The terminal is raw while this lives.
-pub struct RawTerminal(());
+pub struct RawTerminal {
+    raw: bool,
+}
 
 impl RawTerminal {
     /// Remembers how descriptors 0 to 2 are and, when standard input is a terminal that this process may set, makes it
@@ -59,7 +61,7 @@ impl RawTerminal {
         let raw = found.raw;
         // Leaked on purpose, some 150 bytes a process: a handler may look at it at any time.
         FOUND.store(Box::leak(Box::new(found)), Ordering::Release);
-        let guard = Self(());
+        let guard = Self { raw: raw.is_some() };
         if let Some(raw) = raw {
             for signal in DEADLY {
                 handle(signal, on_deadly, libc::SA_RESETHAND)?;
@@ -69,6 +71,11 @@ impl RawTerminal {
             set(&raw)?;
         }
         Ok(guard)
+    }
+
+    /// Whether standard input is a terminal and raw.
+    pub fn is_raw(&self) -> bool {
+        self.raw
     }
 }
 

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The one place that calls `machine`. Everything above sees its outcome, its ledger and a [`Failure`].
+//! The one place that calls `machine`. Everything above sees how a start ended, its ledger, or a [`Failure`].
 
-use spec::Vm;
+use std::fs::File;
+use std::io::{self, IsTerminal};
+use std::os::fd::AsFd;
+use std::sync::Arc;
 
-use crate::exit::{Exit, Failure};
+use machine::{ConsoleIo, Outcome};
+use spec::{Console, Vm};
+
+use crate::exit::{Exit, Failure, reason};
 
 /// How one start of the machine ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(dead_code)]
 pub enum End {
     /// The guest reset itself.
     Reset,
@@ -23,10 +28,82 @@ pub struct Weight {
     pub json: Vec<u8>,
 }
 
+/// Connects a console to standard input and output. `raw`: standard input is a terminal in raw mode.
+///
+/// # Errors
+/// [`Failure`] with exit code 3 when the host is out of descriptors.
+pub fn console(vm: &Vm, raw: bool) -> Result<ConsoleIo, Failure> {
+    let failed = |e: io::Error| {
+        Failure::monitor(format!(
+            "console can't be connected, {}: standard input and output; see `tare doctor`",
+            reason(&e)
+        ))
+    };
+    let stdin = io::stdin();
+    // A terminal that isn't raw belongs to somebody else (this is a background job): reading it would stop the process.
+    // A pipe is read only for a console that takes it; a raw terminal always, since Ctrl-A x must work.
+    let wanted = if stdin.is_terminal() { raw } else { vm.console != Console::None };
+    let input = if wanted { Some(stdin.as_fd().try_clone_to_owned().map(File::from).map_err(failed)?) } else { None };
+    let output = io::stdout().as_fd().try_clone_to_owned().map(File::from).map_err(failed)?;
+    Ok(ConsoleIo { input, output: Arc::new(output), terminal: raw })
+}
+
 /// Starts the machine and comes back when the guest is over.
 ///
 /// # Errors
 /// [`Failure`]: a file can't be used, or the host or the monitor failed.
-pub fn start(_vm: &Vm) -> Result<(End, Weight), Failure> {
-    Err(Failure::monitor("no machine: this build; build one that has it"))
+pub fn start(vm: &Vm, io: &ConsoleIo) -> Result<(End, Weight), Failure> {
+    let report = machine::run(vm, io).map_err(failure)?;
+    let json = serde_json::to_vec_pretty(&report.ledger)
+        .map_err(|e| Failure::monitor(format!("ledger can't be written, {e}: JSON; please report this line")))?;
+    Ok((end(report.outcome), Weight { table: report.ledger.to_string(), json }))
+}
+
+fn end(outcome: Outcome) -> End {
+    let over = |exit, line: &str| End::Over(exit, Some(line.to_owned()));
+    match outcome {
+        Outcome::PowerOff => End::Over(Exit::Clean, None),
+        Outcome::Reset => End::Reset,
+        Outcome::Panic => {
+            over(Exit::Panic, "the guest's kernel panicked: guest; its last lines on the console say why")
+        }
+        Outcome::Killed => {
+            over(Exit::Killed, "the guest was ended from outside: Ctrl-A x or signals; it had no time to save")
+        }
+        Outcome::GuestFault(what) => End::Over(Exit::GuestFault, Some(what)),
+    }
+}
+
+/// What the user named wrongly is exit code 2, what the host lacks is 3.
+fn failure(error: machine::Error) -> Failure {
+    match error {
+        machine::Error::Boot(_) | machine::Error::Disk(_) | machine::Error::TooMuch(_) => Failure::usage(error),
+        other => Failure::monitor(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_outcome_has_its_code() {
+        let code = |outcome| match end(outcome) {
+            End::Reset => None,
+            End::Over(exit, _) => Some(exit),
+        };
+        assert_eq!(code(Outcome::PowerOff), Some(Exit::Clean));
+        assert_eq!(code(Outcome::Reset), None);
+        assert_eq!(code(Outcome::Panic), Some(Exit::Panic));
+        assert_eq!(code(Outcome::Killed), Some(Exit::Killed));
+        assert_eq!(code(Outcome::GuestFault("triple fault".into())), Some(Exit::GuestFault));
+    }
+
+    #[test]
+    fn what_the_user_named_is_usage_and_what_the_host_lacks_is_not() {
+        assert_eq!(failure(machine::Error::TooMuch("x".into())).exit, Exit::Usage);
+        assert_eq!(failure(machine::Error::Kvm(kvm::KvmError::Missing("x"))).exit, Exit::Monitor);
+        let host = machine::Error::Host { what: "x", source: io::ErrorKind::OutOfMemory.into() };
+        assert_eq!(failure(host).exit, Exit::Monitor);
+    }
 }

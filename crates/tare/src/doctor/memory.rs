@@ -5,13 +5,20 @@ use serde_json::{Map, Value, json};
 use spec::show_size;
 
 use super::{Finding, Host};
-use crate::host::meminfo_bytes;
 
 /// Looks at `host`.
 pub fn look(host: &Host) -> Vec<Finding> {
     let mut findings = vec![amount(host), transparent(host), pools(host)];
     findings.extend(limits(host));
     findings
+}
+
+/// The value of a line of `/proc/meminfo` in bytes.
+fn meminfo_bytes(meminfo: &str, key: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
+    let mut words = line.split_whitespace();
+    let number: u64 = words.next()?.parse().ok()?;
+    number.checked_mul(if words.next() == Some("kB") { 1024 } else { 1 })
 }
 
 fn amount(host: &Host) -> Finding {

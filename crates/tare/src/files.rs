@@ -1,61 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What can be known before a machine is made: does the host have this much memory, this many vCPUs, a KVM, and room for
-//! the ledger. Files are looked at by the rooms that open them. Called by `run` once, before the terminal is touched.
+//! The files that the command line itself writes: the ledger and the process id. Called by `run` before the terminal is
+//! touched, so that what can't be written is known before a guest has run.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use spec::{Vm, show_size};
-
 use crate::exit::{Failure, reason};
-
-/// Refuses a machine that this host can't hold.
-///
-/// # Errors
-/// [`Failure`] with exit code 2 for asking too much, 3 for a host without a usable KVM.
-pub fn check(vm: &Vm) -> Result<(), Failure> {
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    check_memory(vm.memory.size, &meminfo)?;
-    let kvm = kvm::Kvm::open(&vm.kvm).map_err(|e| match e {
-        kvm::KvmError::Open { path, source, hint } => {
-            Failure::monitor(format!("no KVM, {}: {path}; {hint}", reason(&source)))
-        }
-        other => Failure::monitor(other),
-    })?;
-    let most = kvm.max_vcpus();
-    if usize::from(vm.cpus.count) > most {
-        let asked = vm.cpus.count;
-        return Err(Failure::usage(format!(
-            "{asked} virtual CPUs are more than this host's KVM allows: cpus; ask for at most {most}"
-        )));
-    }
-    Ok(())
-}
-
-/// The value of a `/proc/meminfo` line in bytes.
-pub fn meminfo_bytes(meminfo: &str, key: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
-    let mut words = line.split_whitespace();
-    let number: u64 = words.next()?.parse().ok()?;
-    number.checked_mul(if words.next() == Some("kB") { 1024 } else { 1 })
-}
-
-fn check_memory(asked: u64, meminfo: &str) -> Result<(), Failure> {
-    let (Some(ram), swap) = (meminfo_bytes(meminfo, "MemTotal"), meminfo_bytes(meminfo, "SwapTotal").unwrap_or(0))
-    else {
-        return Ok(());
-    };
-    let have = ram.saturating_add(swap);
-    if asked <= have {
-        return Ok(());
-    }
-    Err(Failure::usage(format!(
-        "{} of guest memory are more than this host has: memory; ask for at most {}, or add memory or swap",
-        show_size(asked),
-        show_size(have >> 20 << 20)
-    )))
-}
 
 /// A place for the ledger that is known to take it.
 pub struct LedgerFile {
@@ -141,22 +92,6 @@ impl Drop for PidFile {
 mod tests {
     use super::*;
     use crate::exit::Exit;
-
-    const MEMINFO: &str = "MemTotal:        2097152 kB\nMemFree:          100 kB\nSwapTotal:       1048576 kB\n";
-
-    #[test]
-    fn memory_counts_swap_and_not_more() {
-        assert_eq!(meminfo_bytes(MEMINFO, "MemTotal"), Some(2 << 30));
-        assert_eq!(meminfo_bytes(MEMINFO, "Mem"), None, "a key is matched whole");
-        assert_eq!(check_memory(3 << 30, MEMINFO), Ok(()));
-        let refused = check_memory((3 << 30) + 4096, MEMINFO).unwrap_err();
-        assert_eq!(refused.exit, Exit::Usage);
-        assert_eq!(
-            refused.message,
-            "3145732K of guest memory are more than this host has: memory; ask for at most 3G, or add memory or swap"
-        );
-        assert_eq!(check_memory(1 << 40, ""), Ok(()), "a host that doesn't say is not judged");
-    }
 
     #[test]
     fn a_ledger_is_replaced_whole_and_leaves_nothing_beside_it() {
