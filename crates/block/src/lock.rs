@@ -36,11 +36,21 @@ pub enum Outcome {
     Unsupported,
 }
 
-/// Takes the locks of a reader (`writable` false) or of the only writer.
+/// Takes the locks of a reader (`writable` false) or of the only writer. After a conflict none is held.
 ///
 /// # Errors
 /// What `fcntl` says, "no such locks here" excepted.
 pub fn acquire(file: &File, writable: bool) -> io::Result<Outcome> {
+    let outcome = try_acquire(file, writable)?;
+    if matches!(outcome, Outcome::Conflict(_)) {
+        for byte in [CONSISTENT_READ, WRITE, RESIZE].into_iter().flat_map(|p| [USED_BASE + p, UNSHARED_BASE + p]) {
+            call(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte)?;
+        }
+    }
+    Ok(outcome)
+}
+
+fn try_acquire(file: &File, writable: bool) -> io::Result<Outcome> {
     let used: &[i64] = if writable { &[CONSISTENT_READ, WRITE] } else { &[CONSISTENT_READ] };
     let unshared = [WRITE, RESIZE];
     let take = used.iter().map(|p| USED_BASE + p).chain(unshared.iter().map(|p| UNSHARED_BASE + p));
@@ -107,8 +117,10 @@ mod tests {
         let writer = open();
         assert_eq!(acquire(&writer, true).unwrap(), Outcome::Held);
         assert!(matches!(acquire(&open(), true).unwrap(), Outcome::Conflict(_)));
-        assert!(matches!(acquire(&open(), false).unwrap(), Outcome::Conflict(_)));
+        let loser = open();
+        assert!(matches!(acquire(&loser, false).unwrap(), Outcome::Conflict(_)));
         drop(writer);
+        assert_eq!(acquire(&open(), true).unwrap(), Outcome::Held, "who lost holds nothing");
         let (a, b) = (open(), open());
         assert_eq!(acquire(&a, false).unwrap(), Outcome::Held);
         assert_eq!(acquire(&b, false).unwrap(), Outcome::Held);

@@ -4,11 +4,17 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::time::Duration;
 
 use crate::disk::{Aio, Cache, Limits, Options};
 use crate::error::Error;
 use crate::lock;
 use crate::storage::{sys, uring};
+
+/// How often a taken lock is tried again.
+const LOCK_TRIES: u32 = 10;
+/// The pause between two tries.
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// The file and what direct I/O on it wants.
 #[derive(Debug)]
@@ -57,7 +63,7 @@ pub fn open(options: &Options) -> Result<Opened, Error> {
         return Err(Error::NotADisk(path.clone(), "file that was just replaced"));
     }
     let mut warnings = Vec::new();
-    match lock::acquire(&file, !options.readonly).map_err(failed("lock it"))? {
+    match take_lock(&file, !options.readonly).map_err(failed("lock it"))? {
         lock::Outcome::Held => {}
         lock::Outcome::Conflict(how) => return Err(Error::Locked(path.clone(), how)),
         lock::Outcome::Unsupported => warnings.push(format!(
@@ -82,6 +88,20 @@ pub fn open(options: &Options) -> Result<Opened, Error> {
         fit_direct(options, &mut opened)?;
     }
     Ok(opened)
+}
+
+/// Takes the lock, giving a holder that just ended a moment: the kernel closes the files of a killed process's io_uring a
+/// little after the process is gone.
+fn take_lock(file: &File, writable: bool) -> io::Result<lock::Outcome> {
+    let mut outcome = lock::acquire(file, writable)?;
+    for _ in 0..LOCK_TRIES {
+        if !matches!(outcome, lock::Outcome::Conflict(_)) {
+            break;
+        }
+        std::thread::sleep(LOCK_PAUSE);
+        outcome = lock::acquire(file, writable)?;
+    }
+    Ok(outcome)
 }
 
 /// Whether it is a block device; an error if it can't be a disk at all.

@@ -308,3 +308,49 @@ fn coarse_now() -> Duration {
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &mut now) };
     Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn storage(cache: Cache) -> FileStorage {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        let options = Options { cache, ..Options::new("unused") };
+        FileStorage::new(OpenFile { file, block_device: false, direct_align: 512 }, &options)
+    }
+
+    fn flush(storage: &mut FileStorage) -> Option<i32> {
+        storage.submit(&Request { id: 0, op: Op::Flush, offset: 0, len: 0, segs: &[] });
+        let mut done = Vec::new();
+        storage.reap(&mut done);
+        done.pop().unwrap().result.err().map(|e| e.raw_os_error().unwrap())
+    }
+
+    #[test]
+    fn a_flush_with_nothing_to_do_does_nothing() {
+        let mut s = storage(Cache::Writeback);
+        assert!(s.no_need(Kind::Flush(s.durable.modified)).is_none(), "what was there before us may be dirty");
+        assert_eq!(flush(&mut s), None);
+        assert!(s.no_need(Kind::Flush(s.durable.modified)).is_some());
+        s.conclude(Kind::Modify, false);
+        assert!(s.no_need(Kind::Flush(s.durable.modified)).is_none(), "a failed write may have written");
+        assert_eq!(flush(&mut s), None);
+        // A write that completes while a flush is under way is not covered by it.
+        let covers = s.durable.modified;
+        s.conclude(Kind::Modify, true);
+        s.conclude(Kind::Flush(covers), true);
+        assert!(s.no_need(Kind::Flush(s.durable.modified)).is_none());
+    }
+
+    #[test]
+    fn after_a_failed_flush_none_succeeds() {
+        let mut s = storage(Cache::Writeback);
+        s.conclude(Kind::Flush(1), false);
+        assert_eq!(flush(&mut s), Some(libc::EIO));
+        assert_eq!(flush(&mut s), Some(libc::EIO));
+        let mut s = storage(Cache::Unsafe);
+        assert_eq!(flush(&mut s), None);
+    }
+}

@@ -258,6 +258,14 @@ impl Uring {
     }
 }
 
+impl Drop for Uring {
+    fn drop(&mut self) {
+        // The kernel takes a ring apart some time after it is closed; until then its file table would keep the image
+        // locked. The only failure is a table that is not there.
+        let _ = self.ring.submitter().unregister_files();
+    }
+}
+
 impl Flight {
     fn entry(&self) -> squeue::Entry {
         let segs = if self.done == 0 { &self.segs } else { &self.rest };
