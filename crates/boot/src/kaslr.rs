@@ -20,7 +20,7 @@ pub fn place(bz: &BzImage, end: u64, text: &str, seed: Option<u64>) -> Placement
     let align = u64::from(bz.header.kernel_alignment).max(MIN_ALIGN);
     let mut pick = |space: u64| {
         let slots = space.checked_sub(bz.init_size).map_or(1, |free| free / align + 1);
-        (u128::from(mix(&mut state)) * u128::from(slots) >> 64) as u64 * align
+        ((u128::from(mix(&mut state)) * u128::from(slots)) >> 64) as u64 * align
     };
     let shift = pick(KERNEL_IMAGE_SIZE.saturating_sub(bz.pref));
     let up = pick(end.saturating_sub(bz.pref));

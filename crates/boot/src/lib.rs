@@ -12,6 +12,7 @@ mod cmdline;
 mod e820;
 mod elf;
 mod error;
+pub mod fuzz;
 mod initrd;
 mod kaslr;
 mod layout;

@@ -70,11 +70,6 @@ impl<'a> Source<'a> {
         self.len == 0
     }
 
-    /// "kernel" or "initrd".
-    pub(crate) fn role(&self) -> &'static str {
-        self.role
-    }
-
     /// Fills `buf` from byte `at` on; `what` names the part for the message.
     pub(crate) fn read(&self, at: u64, buf: &mut [u8], what: &'static str) -> Result<(), BootError> {
         self.within(at, buf.len() as u64, what)?;

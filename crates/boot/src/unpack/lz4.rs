@@ -4,7 +4,7 @@
 //! Written here because block decoders want source and destination whole in memory: 16 MiB of fresh pages cost more
 //! than the decoding. Checked against the `lz4` program and a naive decoder in the tests.
 
-use super::image::Image;
+use super::Sink;
 use super::input::Input;
 use crate::BootError;
 
@@ -19,11 +19,11 @@ const MAX_BLOCK: usize = (8 << 20) + (8 << 20) / 255 + 16;
 /// Room the short path wants in input and output, so that it may copy whole registers.
 const SLACK: usize = 64;
 
-/// Decodes all of `input` into `image`.
+/// Decodes all of `input` into `sink`.
 ///
 /// # Errors
-/// [`BootError::Malformed`] naming the byte; what reading and `image` say.
-pub fn decode(mut input: Input<'_>, image: &mut Image<'_>) -> Result<(), BootError> {
+/// [`BootError::Malformed`] naming the byte; what reading and `sink` say.
+pub fn decode(mut input: Input<'_>, sink: Sink<'_>) -> Result<(), BootError> {
     let mut out = Window { bytes: vec![0; WINDOW], at: 0, flushed: 0 };
     while let Some(word) = input.take::<4>()? {
         if word == MAGIC {
@@ -33,9 +33,9 @@ pub fn decode(mut input: Input<'_>, image: &mut Image<'_>) -> Result<(), BootErr
         if len == 0 || len > MAX_BLOCK {
             return Err(input.damaged("lz4", "an absurd block length"));
         }
-        block(&mut input, len, &mut out, image)?;
+        block(&mut input, len, &mut out, sink)?;
     }
-    out.flush(image)
+    out.flush(sink)
 }
 
 /// The last bytes decoded: history first, then what the guest has not got yet.
@@ -46,16 +46,16 @@ struct Window {
 }
 
 impl Window {
-    fn flush(&mut self, image: &mut Image<'_>) -> Result<(), BootError> {
-        image.push(&self.bytes[self.flushed..self.at])?;
+    fn flush(&mut self, sink: Sink<'_>) -> Result<(), BootError> {
+        sink(&self.bytes[self.flushed..self.at])?;
         self.flushed = self.at;
         Ok(())
     }
 
     /// Makes room for at least [`SLACK`] bytes.
-    fn room(&mut self, image: &mut Image<'_>) -> Result<(), BootError> {
+    fn room(&mut self, sink: Sink<'_>) -> Result<(), BootError> {
         if WINDOW - self.at < SLACK {
-            self.flush(image)?;
+            self.flush(sink)?;
             // Small pieces keep the copy in plain vector loops.
             let from = self.at - HISTORY;
             for piece in (0..HISTORY).step_by(1024) {
@@ -91,16 +91,16 @@ impl Window {
 }
 
 /// One block of `left` compressed bytes.
-fn block(input: &mut Input<'_>, mut left: usize, out: &mut Window, image: &mut Image<'_>) -> Result<(), BootError> {
+fn block(input: &mut Input<'_>, mut left: usize, out: &mut Window, sink: Sink<'_>) -> Result<(), BootError> {
     let ends = "a block that ends in the middle";
     loop {
-        out.room(image)?;
+        out.room(sink)?;
         let have = input.peek(SLACK)?;
         let have = &have[..have.len().min(left)];
         let used = short_sequences(have, out);
         input.consume(used);
         left -= used;
-        out.room(image)?;
+        out.room(sink)?;
         // One sequence of any shape.
         let token = byte(input, &mut left)?.ok_or_else(|| input.damaged("lz4", ends))?;
         let mut literals = extended(input, &mut left, usize::from(token >> 4))?;
@@ -109,7 +109,7 @@ fn block(input: &mut Input<'_>, mut left: usize, out: &mut Window, image: &mut I
         }
         left -= literals;
         while literals > 0 {
-            out.room(image)?;
+            out.room(sink)?;
             let have = input.peek(1)?;
             let n = literals.min(have.len()).min(WINDOW - out.at);
             if n == 0 {
@@ -127,12 +127,12 @@ fn block(input: &mut Input<'_>, mut left: usize, out: &mut Window, image: &mut I
         let (Some(low), Some(high)) = (low, high) else { return Err(input.damaged("lz4", ends)) };
         let back = usize::from(u16::from_le_bytes([low, high]));
         let mut len = extended(input, &mut left, usize::from(token & 15))? + 4;
-        out.room(image)?;
+        out.room(sink)?;
         if back == 0 || back > out.at {
             return Err(input.damaged("lz4", "a match before the start"));
         }
         while len > 0 {
-            out.room(image)?;
+            out.room(sink)?;
             len -= out.repeat(back, len);
         }
     }
@@ -195,4 +195,139 @@ fn extended(input: &mut Input<'_>, left: &mut usize, nibble: usize) -> Result<us
         }
     }
     Ok(len)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(crate) mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::source::Source;
+
+    /// Numbers that look random and are the same in each run.
+    pub(crate) struct Dice(pub u64);
+
+    impl Dice {
+        /// One number below `n`.
+        pub(crate) fn below(&mut self, n: usize) -> usize {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ((self.0 >> 33) as usize) % n
+        }
+    }
+
+    fn put_length(to: &mut Vec<u8>, mut rest: usize) {
+        while rest >= 255 {
+            to.push(255);
+            rest -= 255;
+        }
+        to.push(rest as u8);
+    }
+
+    /// One sequence; `back` 0 ends the block with literals alone.
+    fn put_sequence(to: &mut Vec<u8>, literals: &[u8], back: usize, len: usize) {
+        let high = literals.len().min(15);
+        let low = if back == 0 { 0 } else { (len - 4).min(15) };
+        to.push((high << 4 | low) as u8);
+        if high == 15 {
+            put_length(to, literals.len() - 15);
+        }
+        to.extend_from_slice(literals);
+        if back > 0 {
+            to.extend_from_slice(&(back as u16).to_le_bytes());
+            if low == 15 {
+                put_length(to, len - 4 - 15);
+            }
+        }
+    }
+
+    fn frame(blocks: &[Vec<u8>]) -> Vec<u8> {
+        let mut out = MAGIC.to_vec();
+        for b in blocks {
+            out.extend_from_slice(&(b.len() as u32).to_le_bytes());
+            out.extend_from_slice(b);
+        }
+        out
+    }
+
+    /// `data` as one frame of literals.
+    pub(crate) fn store(data: &[u8]) -> Vec<u8> {
+        let blocks: Vec<_> = data
+            .chunks(1 << 20)
+            .map(|chunk| {
+                let mut block = Vec::new();
+                put_sequence(&mut block, chunk, 0, 0);
+                block
+            })
+            .collect();
+        frame(&blocks)
+    }
+
+    fn decoded(frame: &[u8]) -> Result<Vec<u8>, BootError> {
+        let source = Source::memory("kernel", Path::new("k"), frame);
+        let mut out = Vec::new();
+        decode(Input::new(&source, 0, frame.len() as u64), &mut |bytes| {
+            out.extend_from_slice(bytes);
+            Ok(())
+        })?;
+        Ok(out)
+    }
+
+    #[test]
+    fn any_sequence_decodes_as_a_byte_loop_would() {
+        let mut dice = Dice(1);
+        for round in 0..60 {
+            let (mut blocks, mut want) = (Vec::new(), Vec::<u8>::new());
+            for _ in 0..1 + dice.below(3) {
+                let (mut block, start) = (Vec::new(), want.len());
+                let sequences = if round % 10 == 0 { 4000 } else { dice.below(200) };
+                for _ in 0..sequences {
+                    let n = [dice.below(16), dice.below(40), dice.below(300), dice.below(2000)][dice.below(4)];
+                    let n = if want.len() == start { n + 1 } else { n };
+                    let literals: Vec<u8> = (0..n).map(|_| dice.below(256) as u8).collect();
+                    want.extend_from_slice(&literals);
+                    let reach = (want.len() - start).min(65535);
+                    let back = 1 + [dice.below(reach), dice.below(reach.min(40))][dice.below(2)];
+                    let len = 4 + [dice.below(15), dice.below(60), dice.below(5000)][dice.below(3)];
+                    put_sequence(&mut block, &literals, back, len);
+                    for _ in 0..len {
+                        want.push(want[want.len() - back]);
+                    }
+                }
+                let last: Vec<u8> = (0..dice.below(30)).map(|_| dice.below(256) as u8).collect();
+                want.extend_from_slice(&last);
+                put_sequence(&mut block, &last, 0, 0);
+                blocks.push(block);
+            }
+            assert!(decoded(&frame(&blocks)).unwrap() == want, "round {round}");
+        }
+    }
+
+    #[test]
+    fn zeros_past_every_window_stay_zeros() {
+        let mut block = Vec::new();
+        put_sequence(&mut block, &[0], 1, 3 << 20);
+        put_sequence(&mut block, &[], 65535, 1 << 20);
+        put_sequence(&mut block, b"end", 0, 0);
+        let out = decoded(&frame(&[block])).unwrap();
+        assert_eq!(out.len(), 1 + (4 << 20) + 3);
+        assert!(out.ends_with(b"\0end") && out[..4 << 20].iter().all(|b| *b == 0));
+    }
+
+    #[test]
+    fn damage_is_named() {
+        let fails = |frame: &[u8], word: &str| {
+            let text = decoded(frame).unwrap_err().to_string();
+            assert!(text.contains(word) && text.contains("near byte"), "{text}");
+        };
+        let block = |b: &[u8]| frame(&[b.to_vec()]);
+        fails(&block(&[0x10, 7, 2, 0]), "before the start");
+        fails(&block(&[0x10, 7, 0, 0]), "before the start");
+        fails(&block(&[0xf0, 255, 255]), "length without end");
+        fails(&block(&[0x20, 7]), "ends in the middle");
+        fails(&block(&[0x10, 7, 1]), "ends in the middle");
+        fails(&[MAGIC.as_slice(), &[0, 0, 0, 0]].concat(), "block length");
+        fails(&[MAGIC.as_slice(), &[0xff; 4]].concat(), "block length");
+        fails(&[MAGIC.as_slice(), &[9, 0, 0, 0, 0x20, 1]].concat(), "ends in the middle");
+    }
 }

@@ -17,6 +17,9 @@ use crate::source::Source;
 use image::Image;
 use input::Input;
 
+/// Takes decoded bytes in order, in pieces of any size.
+type Sink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), BootError>;
+
 /// Compressions a bzImage may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -92,8 +95,121 @@ pub fn unpack(ram: &GuestRam, kernel: &Source<'_>, bz: &BzImage, to: Placement) 
     let mut image = Image::new(ram, kernel, bz, to, size);
     let input = Input::new(kernel, bz.payload, end);
     match format {
-        Format::Lz4 => lz4::decode(input, &mut image)?,
+        Format::Lz4 => lz4::decode(input, &mut |bytes| image.push(bytes))?,
         Format::Other(_) => return Ok(Outcome::LeaveToGuest("tare does not unpack this compression")),
     }
     image.finish()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(crate) mod tests {
+    use std::path::Path;
+
+    pub(crate) use super::lz4::tests::Dice;
+    use super::*;
+    use crate::zero_page::bare_header;
+    use vm_memory::ByteValued;
+
+    const PREF: u64 = 0x100_0000;
+    const INIT_SIZE: u32 = 0x20_0000;
+
+    /// A kernel with one word for each kind of relocation, and its table.
+    pub(crate) fn inner() -> Vec<u8> {
+        let mut code = vec![0x90; 9000];
+        code[16..20].copy_from_slice(&0x8100_0010u32.to_le_bytes());
+        code[32..36].copy_from_slice(&0x7000_0000u32.to_le_bytes());
+        code[48..56].copy_from_slice(&0xffff_ffff_8100_0030u64.to_le_bytes());
+        code[4096..8192].fill(0);
+        let mut out = crate::elf::tests::build(PREF + 8, &[(PREF, &code, 500), (PREF + 0x10_0000, &[3; 77], 0)], None);
+        for word in [0, 0x8100_0030, 0, 0x8100_0020, 0, 0x8100_0010u32] {
+            out.extend_from_slice(&word.to_le_bytes());
+        }
+        out
+    }
+
+    /// A bzImage around `kernel`, packed as lz4.
+    pub(crate) fn bzimage(kernel: &[u8]) -> Vec<u8> {
+        let mut payload = lz4::tests::store(kernel);
+        payload.extend_from_slice(&(kernel.len() as u32).to_le_bytes());
+        let mut header = bare_header();
+        header.setup_sects = 1;
+        header.jump = 0x6a_eb;
+        header.version = 0x20f;
+        header.xloadflags = 1;
+        header.payload_offset = 0x300;
+        header.payload_length = payload.len() as u32;
+        header.pref_address = PREF;
+        header.init_size = INIT_SIZE;
+        let code_len = (0x300 + payload.len()).next_multiple_of(16);
+        header.syssize = code_len as u32 / 16;
+        let mut out = vec![0; 1024];
+        out[0x1f1..0x1f1 + header.as_slice().len()].copy_from_slice(header.as_slice());
+        out.resize(1024 + 0x300, 0xcc);
+        out.extend_from_slice(&payload);
+        out.resize(1024 + code_len, 0);
+        out
+    }
+
+    fn unpacked(file: &[u8], to: Placement) -> (GuestRam, Result<Outcome, BootError>) {
+        let ram = GuestRam::anonymous(&[(Gpa(0), 64 << 20)]).unwrap();
+        let source = Source::memory("kernel", Path::new("k"), file);
+        let bz = BzImage::parse(&source, file).unwrap();
+        let outcome = unpack(&ram, &source, &bz, to);
+        (ram, outcome)
+    }
+
+    #[test]
+    fn a_moved_kernel_has_every_listed_word_moved_and_no_other() {
+        let to = Placement { at: 0x200_0000, shift: 0x60_0000 };
+        let (ram, outcome) = unpacked(&bzimage(&inner()), to);
+        assert_eq!(outcome.unwrap(), Outcome::Done(Gpa(0x200_0008)));
+        let word = |o: u64| ram.read::<u32>(Gpa(to.at + o)).unwrap();
+        assert_eq!((word(16), word(32)), (0x8160_0010, 0x6fa0_0000));
+        assert_eq!(ram.read::<u64>(Gpa(to.at + 48)), Some(0xffff_ffff_8160_0030));
+        assert_eq!((word(20), word(4096), word(8192)), (0x9090_9090, 0, 0x9090_9090));
+        assert_eq!(word(0x10_0000), 0x0303_0303);
+        assert_eq!(ram.read::<u64>(Gpa(PREF)), Some(0), "nothing where it is linked");
+    }
+
+    #[test]
+    fn an_unknown_table_leaves_it_to_the_guest_unless_nothing_is_to_move() {
+        let mut kernel = inner();
+        kernel.truncate(kernel.len() - 3);
+        let moved = Placement { at: PREF, shift: 0x20_0000 };
+        assert!(matches!(unpacked(&bzimage(&kernel), moved).1.unwrap(), Outcome::LeaveToGuest(_)));
+        let still = Placement { at: PREF, shift: 0 };
+        assert_eq!(unpacked(&bzimage(&kernel), still).1.unwrap(), Outcome::Done(Gpa(PREF + 8)));
+    }
+
+    #[test]
+    fn a_relocation_outside_the_kernel_is_damage() {
+        let mut kernel = inner();
+        let end = kernel.len();
+        kernel[end - 4..].copy_from_slice(&0x8120_0000u32.to_le_bytes());
+        let err = unpacked(&bzimage(&kernel), Placement { at: PREF, shift: 1 << 21 }).1.unwrap_err().to_string();
+        assert!(err.contains("relocation table points outside"), "{err}");
+    }
+
+    #[test]
+    fn sizes_that_lie_are_damage() {
+        let good = bzimage(&inner());
+        let still = Placement { at: PREF, shift: 0 };
+        let at = 1024 + 0x300 + 4 + 4;
+        let tail = at + good[at..].len() - 20;
+        let mut size_at = 0;
+        for o in tail..good.len() - 3 {
+            if good[o..o + 4] == (inner().len() as u32).to_le_bytes() {
+                size_at = o;
+            }
+        }
+        for (size, word) in
+            [(inner().len() as u32 - 1, "more than"), (inner().len() as u32 + 1, "unpacks to"), (u32::MAX, "claims")]
+        {
+            let mut bad = good.clone();
+            bad[size_at..size_at + 4].copy_from_slice(&size.to_le_bytes());
+            let err = unpacked(&bad, still).1.unwrap_err().to_string();
+            assert!(err.contains(word), "{err}");
+        }
+    }
 }
