@@ -2,32 +2,119 @@
 //! Which virtio devices a VM has, by its description, and what the main thread keeps of each: the console's input, and the
 //! counters for the ledger. A new device is added here, in `spec` and in its own folder, and nowhere else.
 
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::reactor::Token;
 use spec::Vm;
+use virtio::blk::{Blk, BlkStats};
+use virtio::console::{Console, ConsolePort};
+use virtio::rng::Rng;
+use virtio::stats::Counters;
 
 use crate::console::ConsoleIo;
-use crate::error::Error;
+use crate::error::{Error, host};
 use crate::ledger::DeviceLedger;
 use crate::pci_host::PciHost;
 
+/// How long the guest's last output may wait for a slow reader once the guest is over.
+const LAST_OUTPUT: Duration = Duration::from_secs(2);
+
 /// What the main thread keeps of the devices.
 #[derive(Default)]
-pub struct Registry {}
+pub struct Registry {
+    disks: Vec<Arc<BlkStats>>,
+    small: Vec<(&'static str, Arc<Counters>)>,
+    console: Option<ConsolePort>,
+    /// Input that the guest's console had no room for.
+    waiting: Vec<u8>,
+}
 
 impl Registry {
     /// Makes the devices that `vm` asks for and puts them on the bus, in the order the guest should find them.
     ///
     /// # Errors
     /// [`Error::Disk`] for a disk that can't be opened, [`Error::Host`] when the host is out of something.
-    pub fn populate(_vm: &Vm, _bus: &mut PciHost, _io: &ConsoleIo) -> Result<Self, Error> {
-        Ok(Self::default())
+    pub fn populate(vm: &Vm, bus: &mut PciHost, io: &ConsoleIo) -> Result<Self, Error> {
+        let mut out = Self::default();
+        if vm.console == spec::Console::Virtio {
+            let (console, port) = Console::new(&io.output, None).map_err(host("make the console"))?;
+            out.small.push(("console", console.counters().clone()));
+            out.console = Some(port);
+            bus.add(Box::new(console))?;
+        }
+        for (number, disk) in vm.disks.iter().enumerate() {
+            let disk = Blk::open(disk)?.numbered(number);
+            if let Some(warning) = disk.warning() {
+                eprintln!("tare: {warning}");
+            }
+            out.disks.push(disk.stats());
+            bus.add(Box::new(disk))?;
+        }
+        if vm.rng {
+            let rng = Rng::new();
+            out.small.push(("rng", rng.counters().clone()));
+            bus.add(Box::new(rng))?;
+        }
+        Ok(out)
     }
 
-    /// Hands user input to the guest's virtio console.
-    pub fn input(&self, _bytes: &[u8]) {}
+    /// Descriptors for the main loop to watch, with tokens for [`Registry::on_ready`] that start at `first`.
+    #[must_use]
+    pub fn sources(&self, first: Token) -> Vec<(RawFd, Token)> {
+        let sources = self.console.iter().flat_map(ConsolePort::sources);
+        sources.map(|(fd, token)| (fd, first + token)).collect()
+    }
+
+    /// A source is readable; `token` is relative to the `first` of [`Registry::sources`].
+    pub fn on_ready(&mut self, token: Token) {
+        let Some(console) = &mut self.console else { return };
+        if console.on_ready(token) {
+            let waiting = std::mem::take(&mut self.waiting);
+            self.input(&waiting);
+        }
+    }
+
+    /// Hands user input to the guest's virtio console; what it has no room for waits.
+    pub fn input(&mut self, bytes: &[u8]) {
+        let Some(console) = &mut self.console else { return };
+        let taken = if self.waiting.is_empty() { console.input(bytes) } else { 0 };
+        self.waiting.extend_from_slice(bytes.get(taken..).unwrap_or_default());
+    }
+
+    /// The vCPUs have stopped: the guest's last output goes out.
+    pub fn drain(&mut self) {
+        if let Some(console) = &mut self.console {
+            console.drain(LAST_OUTPUT);
+        }
+    }
 
     /// What each device did.
     #[must_use]
     pub fn ledgers(&self) -> Vec<DeviceLedger> {
-        Vec::new()
+        let disks = self.disks.iter().enumerate().map(|(number, stats)| {
+            let c = stats.read();
+            DeviceLedger {
+                name: format!("disk{number}"),
+                requests: c.requests(),
+                bytes_read: c.read_bytes,
+                bytes_written: c.write_bytes,
+                kicks: c.wakes,
+                interrupts: c.interrupts,
+            }
+        });
+        let small = self.small.iter().map(|(name, counters)| {
+            let c = counters.get();
+            DeviceLedger {
+                name: (*name).to_owned(),
+                requests: c.requests,
+                bytes_read: c.bytes_to_guest,
+                bytes_written: c.bytes_from_guest,
+                kicks: c.kicks,
+                interrupts: c.interrupts,
+            }
+        });
+        disks.chain(small).collect()
     }
 }

@@ -26,6 +26,8 @@ const CONTROL: Token = 0;
 const SIGNALS: Token = 1;
 const INPUT: Token = 2;
 const HALF_LINE: Token = 3;
+/// First token of the devices' own sources.
+const DEVICES: Token = 16;
 
 /// How a run went.
 pub struct Report {
@@ -54,9 +56,9 @@ pub fn run_with(vm: &spec::Vm, io: &ConsoleIo, accounting: Accounting) -> Result
     let mut signals = Signals::block().map_err(host("take over signals"))?;
     let built = build::build(vm, io)?;
     let setup = clock.begun.elapsed();
-    let Built { vm: kvm_vm, ram, vcpus, dispatch, registry, timer, button } = built;
+    let Built { vm: kvm_vm, ram, vcpus, dispatch, mut registry, timer, button } = built;
     let vcpus = start(vcpus, &dispatch, accounting)?;
-    let watched = Watch { dispatch: &dispatch, registry: &registry, timer: &timer, button: &button };
+    let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &button };
     // From here on the guest is over when this returns: whatever goes wrong can only make the account poorer.
     let outcome = watched.until_over(&mut signals, io).unwrap_or_else(|e| {
         let outcome = Outcome::GuestFault(e.to_string());
@@ -65,6 +67,7 @@ pub fn run_with(vm: &spec::Vm, io: &ConsoleIo, accounting: Accounting) -> Result
     });
     let stopped: Vec<Stopped> = vcpus.into_iter().filter_map(vcpu::Started::stop).collect();
     dispatch.with_serial(SerialPort::flush);
+    registry.drain();
     dispatch.pci().stop();
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
     let ledger = account(&clock, setup, &stopped, registry.ledgers(), &ranges, &kvm_vm);
@@ -89,19 +92,22 @@ fn start(vcpus: Vec<Vcpu>, dispatch: &Arc<Dispatch>, accounting: Accounting) -> 
 /// What the main thread's loop looks after.
 struct Watch<'a> {
     dispatch: &'a Dispatch,
-    registry: &'a Registry,
+    registry: &'a mut Registry,
     timer: &'a Timer,
     button: &'a EventFd,
 }
 
 impl Watch<'_> {
     /// The main thread's loop. Returns once the guest is over.
-    fn until_over(&self, signals: &mut Signals, io: &ConsoleIo) -> Result<Outcome, Error> {
+    fn until_over(&mut self, signals: &mut Signals, io: &ConsoleIo) -> Result<Outcome, Error> {
         let control = self.dispatch.control();
         let mut reactor = Reactor::new().map_err(host("make an epoll instance"))?;
         for (source, token) in [(control.event().as_raw_fd(), CONTROL), (signals.as_raw_fd(), SIGNALS), (self.timer.as_raw_fd(), HALF_LINE)]
         {
             reactor.add(&source, token).map_err(host("watch a descriptor"))?;
+        }
+        for (source, token) in self.registry.sources(DEVICES) {
+            reactor.add(&source, token).map_err(host("watch a device"))?;
         }
         // A regular file or /dev/null can't be watched and has no input to wait for.
         let mut input = ConsoleInput::new(io).filter(|source| reactor.add(source.file(), INPUT).is_ok());
@@ -121,6 +127,7 @@ impl Watch<'_> {
                             input = None;
                         }
                     }
+                    (token @ DEVICES.., _) => self.registry.on_ready(token - DEVICES),
                     _ => {}
                 }
             }
@@ -141,7 +148,7 @@ impl Watch<'_> {
     }
 
     /// Passes on what the user typed; `false` at the end of the input.
-    fn on_input(&self, source: &mut ConsoleInput) -> bool {
+    fn on_input(&mut self, source: &mut ConsoleInput) -> bool {
         match source.read() {
             Typed::Bytes(bytes) => {
                 self.dispatch.with_serial(|s| s.input(&bytes));
