@@ -7,7 +7,7 @@ mod common;
 use std::path::Path;
 use std::process::Command;
 
-use block::{Aio, Cache, Disk, Error, Fault, FaultPlan, MemImage, Op, Options};
+use block::{Aio, Disk, Error, Fault, FaultPlan, MemImage, Op, Options};
 use common::User;
 
 fn image(dir: &Path, name: &str, size: u64) -> std::path::PathBuf {
