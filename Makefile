@@ -33,7 +33,7 @@ fuzz: ## each fuzz target for FUZZ_SECONDS (60)
 	scripts/fuzz $(FUZZ_SECONDS)
 
 e2e: deps build ## boot real kernels under tare in the lab
-	cargo test -p lab --test e2e --locked -- --ignored --test-threads=1
+	cargo test --release -p lab --test e2e --locked -- --ignored --test-threads=1
 
 build: ## the release programs
 	cargo build --release --locked -p tare -p lab -p agent

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Scripts in fresh copies of the lab machine. Used by every test here; tests share nothing but the lab's cache.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// What every script may use.
+const PRELUDE: &str = r#"
+set -u
+# The guest's own way to the end: everything written, then power-off through ACPI.
+OFF='sync;echo o >/proc/sysrq-trigger;sleep 60'
+
+# guest SCRIPT FLAGS...: stock kernel, initrd and root disk under tare, SCRIPT as the guest's first program (no double quotes
+# in it). Says how tare ended.
+guest() {
+    script=$1
+    shift
+    tare run --kernel /lab/vmlinuz --initrd /lab/initrd.img --disk "path=${DISK:-/lab/root.ext4}" --memory "${MEMORY:-512M}" \
+        --cmdline "console=${CONSOLE:-hvc0} quiet root=/dev/vda rw panic=${PANIC:--1} ${MORE:-} init=/bin/sh -- -c \"$script\"" \
+        "$@" </dev/null
+    echo "status $?"
+}
+
+# refused FLAGS...: a run that cannot start. Says how it ended; its complaint goes to standard output.
+refused() {
+    timeout 60 tare run "$@" </dev/null 2>&1
+    echo "status $?"
+}
+"#;
+
+/// What a script printed.
+#[derive(Debug)]
+pub struct Printed {
+    /// Its exit status.
+    pub status: i32,
+    /// Its standard output, carriage returns left out.
+    pub stdout: String,
+    /// Its standard error.
+    pub stderr: String,
+}
+
+impl Printed {
+    /// The part of the output between the lines `== NAME` and the next such line.
+    pub fn part(&self, name: &str) -> &str {
+        let head = format!("== {name}\n");
+        let Some((_, rest)) = self.stdout.split_once(&head) else { panic!("no part '{name}' in {self:#?}") };
+        rest.split("\n== ").next().unwrap_or(rest)
+    }
+
+    /// Fails the test unless the whole output has `wanted` in it.
+    #[track_caller]
+    pub fn shows(&self, wanted: &str) -> &Self {
+        assert!(self.stdout.contains(wanted), "'{wanted}' is not in {self:#?}");
+        self
+    }
+}
+
+/// The folder of the release programs.
+pub fn programs() -> &'static Path {
+    let lab = Path::new(env!("CARGO_BIN_EXE_tare-lab"));
+    let Some(folder) = lab.parent() else { panic!("{} has no folder", lab.display()) };
+    folder
+}
+
+/// `tare-lab` itself, not yet started.
+pub fn tare_lab(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tare-lab"));
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+/// Runs `script` with bash in a fresh copy of the lab machine that has `tare` and the named files.
+#[track_caller]
+pub fn script(script: &str, files: &[(PathBuf, &str)]) -> Printed {
+    let tare = programs().join("tare");
+    assert!(tare.is_file(), "{} is not built: `make e2e` does that", tare.display());
+    let Ok(scratch) = tempfile::tempdir() else { panic!("no room for a temporary folder") };
+    let text = scratch.path().join("script");
+    if let Err(error) = std::fs::write(&text, format!("{PRELUDE}\n{script}\n")) {
+        panic!("{}: {error}", text.display());
+    }
+    let mut command = tare_lab(&["host", "once", "--clock-limit", "900", "--real-limit", "900"]);
+    command.arg("--put").arg(format!("{}:/lab/bin/tare", tare.display()));
+    command.arg("--put").arg(format!("{}:/lab/script", text.display()));
+    for (here, there) in files {
+        command.arg("--put").arg(format!("{}:{there}", here.display()));
+    }
+    let output = match command.args(["bash", "/lab/script"]).output() {
+        Ok(output) => output,
+        Err(error) => panic!("cannot start tare-lab: {error}"),
+    };
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).replace('\r', "");
+    Printed { status: output.status.code().unwrap_or(-1), stdout: text(&output.stdout), stderr: text(&output.stderr) }
+}

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+//! End to end: stock kernels and a stock Debian under `tare`, in fresh copies of the lab machine, where `/dev/kvm` is real.
+//!
+//! `make e2e` runs them: each takes a minute or so, so `cargo test` alone leaves them out. They drive the release
+//! programs as a user does and read what a user reads.
+
+#![allow(clippy::expect_used, reason = "a test that cannot go on fails")]
+
+mod boots;
+mod disks;
+mod endings;
+mod kernels;
+mod lab;
+mod leftovers;
+mod refusals;
