@@ -23,7 +23,7 @@ pub enum Exit {
     Panic = 5,
     /// The user ended the guest.
     Killed = 6,
-    /// The guest did what no processor can go on from.
+    /// KVM can't run what the guest does. A triple fault is no such thing: it resets a machine.
     GuestFault = 7,
 }
 
@@ -37,7 +37,7 @@ impl Exit {
         (Self::ResetLoop, "the guest kept resetting itself"),
         (Self::Panic, "the guest's kernel panicked"),
         (Self::Killed, "the user ended the guest (Ctrl-A x, or a second SIGTERM)"),
-        (Self::GuestFault, "the guest crashed its processor (triple fault), or KVM can't run it"),
+        (Self::GuestFault, "KVM can't run what the guest does (a triple fault is a reset)"),
     ];
 }
 
@@ -76,21 +76,26 @@ impl From<spec::SpecError> for Failure {
 
 /// Prints `tare: message` as one line on standard error, whatever the message holds.
 pub fn complain(message: &str) {
-    let mut line = String::with_capacity(message.len() + 8);
-    line.push_str("tare: ");
-    line.extend(message.trim_end().chars().map(|c| if c.is_control() { ' ' } else { c }));
-    line.push('\n');
+    let line = format!("tare: {}\n", one_line(message));
     // Standard error may be closed; there is nobody left to tell.
     let _ = io::stderr().write_all(line.as_bytes());
 }
 
-/// The host's reason without Rust's error number: `No such file or directory`.
+/// The host's reason in words: `No such file or directory`.
 pub fn reason(error: &io::Error) -> String {
-    let text = error.to_string();
-    match text.rfind(" (os error ") {
-        Some(end) => text.get(..end).unwrap_or(&text).to_owned(),
-        None => text,
+    one_line(&error.to_string())
+}
+
+/// Without line ends and other control characters, and without the numbers that follow the host's reasons.
+fn one_line(text: &str) -> String {
+    let mut line = String::with_capacity(text.len());
+    let mut rest = text.trim_end();
+    while let Some((before, after)) = rest.split_once(" (os error ") {
+        line.push_str(before);
+        rest = after.trim_start_matches(|c: char| c.is_ascii_digit()).trim_start_matches(')');
     }
+    line.push_str(rest);
+    line.replace(|c: char| c.is_control(), " ")
 }
 
 #[cfg(test)]
@@ -107,5 +112,6 @@ mod tests {
     fn reasons_have_no_numbers() {
         assert_eq!(reason(&io::Error::from_raw_os_error(libc::ENOENT)), "No such file or directory");
         assert_eq!(reason(&io::Error::other("x")), "x");
+        assert_eq!(one_line("a (os error 2): b (os error 13)\n; c\u{7}\n"), "a: b ; c ");
     }
 }

@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(code(Outcome::Reset), None);
         assert_eq!(code(Outcome::Panic), Some(Exit::Panic));
         assert_eq!(code(Outcome::Killed), Some(Exit::Killed));
-        assert_eq!(code(Outcome::GuestFault("triple fault".into())), Some(Exit::GuestFault));
+        assert_eq!(code(Outcome::GuestFault("x".into())), Some(Exit::GuestFault));
     }
 
     #[test]
