@@ -22,7 +22,7 @@ impl Mmap {
     /// # Errors
     /// What `mmap` says, `EINVAL` for length 0 included.
     pub fn anonymous(len: usize) -> io::Result<Self> {
-        Self::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1)
+        Self::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1, 0)
     }
 
     /// Maps the first `len` bytes of `file`, shared, readable and writable.
@@ -30,13 +30,21 @@ impl Mmap {
     /// # Errors
     /// What `mmap` says.
     pub fn shared(file: &impl AsRawFd, len: usize) -> io::Result<Self> {
-        Self::map(len, libc::MAP_SHARED, file.as_raw_fd())
+        Self::shared_at(file, 0, len)
     }
 
-    fn map(len: usize, flags: libc::c_int, fd: libc::c_int) -> io::Result<Self> {
+    /// Maps `len` bytes of `file` from `offset` (a multiple of the page size) on, shared, readable and writable.
+    ///
+    /// # Errors
+    /// What `mmap` says.
+    pub fn shared_at(file: &impl AsRawFd, offset: libc::off_t, len: usize) -> io::Result<Self> {
+        Self::map(len, libc::MAP_SHARED, file.as_raw_fd(), offset)
+    }
+
+    fn map(len: usize, flags: libc::c_int, fd: libc::c_int, offset: libc::off_t) -> io::Result<Self> {
         // SAFETY: no address hint is given, so the kernel picks free space and no existing mapping is touched.
         let ptr = unsafe {
-            libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0)
+            libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, offset)
         };
         if ptr == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());

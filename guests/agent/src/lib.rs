@@ -2,7 +2,7 @@
 //! What the lab and its machine say to each other, and over what.
 //!
 //! The lab machine has no disk, no network and no interrupting device. The lab and the agent inside share one piece of
-//! memory (a PCI BAR there, a file here) and poll it. [`mailbox`] is the layout of that memory, [`wire`] the frames that
+//! memory (a range of physical addresses there, a file here) and poll it. [`mailbox`] is the layout of that memory, [`wire`] the frames that
 //! travel in it, [`session`] the half that the agent serves. The `lab` crate links the first two; the binary all three.
 
 pub mod mailbox;

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use base::mmap::Mmap;
 
-/// Bytes of the whole mailbox; a PCI BAR, therefore a power of two.
+/// Bytes of the whole mailbox.
 pub const SIZE: usize = 128 << 20;
 /// Channels in a mailbox, each for one client at a time.
 pub const CHANNELS: usize = 8;
@@ -45,12 +45,13 @@ pub struct Mailbox {
 }
 
 impl Mailbox {
-    /// Maps the mailbox in `file`, which must be [`SIZE`] bytes long.
+    /// Maps the mailbox at `offset` in `file`: 0 in the lab's own file, its physical address in the machine's memory.
     ///
     /// # Errors
     /// What `mmap` says.
-    pub fn map(file: &impl AsRawFd) -> io::Result<Self> {
-        Ok(Self { map: Mmap::shared(file, SIZE)? })
+    pub fn map(file: &impl AsRawFd, offset: u64) -> io::Result<Self> {
+        let offset = offset.try_into().map_err(io::Error::other)?;
+        Ok(Self { map: Mmap::shared_at(file, offset, SIZE)? })
     }
 
     fn word(&self, at: usize) -> &AtomicU64 {
@@ -224,7 +225,7 @@ mod tests {
     fn mailbox() -> (Mailbox, std::fs::File) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(SIZE as u64).unwrap();
-        (Mailbox::map(&file).unwrap(), file)
+        (Mailbox::map(&file, 0).unwrap(), file)
     }
 
     #[test]

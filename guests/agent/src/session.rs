@@ -139,9 +139,8 @@ fn kill_group(child: &Child, signal: i32) {
 /// Runs a command with its output carried as it comes. The outer error ends the session, the inner one the request.
 fn run(line: &Line<'_>, exec: &Exec, decoder: &mut Decoder) -> Result<io::Result<()>, Gone> {
     let begin = Instant::now();
-    let started = command(exec).and_then(|mut command| {
-        spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()))
-    });
+    let started = command(exec)
+        .and_then(|mut command| spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped())));
     let mut child = match started {
         Ok(child) => child,
         Err(error) => return Ok(Err(error)),
