@@ -1,1 +1,29 @@
-//! Skeleton.
+// SPDX-License-Identifier: Apache-2.0
+//! The guest's side of things, played without a guest: a virtqueue driver, a PCI driver and recording interrupts.
+//!
+//! Used by tests and fuzz targets only. What it does wrong it does on purpose: raw access to rings and registers is offered
+//! beside the well-behaved calls.
+
+pub mod conformance;
+pub mod driver;
+pub mod guest;
+pub mod ops;
+pub mod sink;
+
+pub use driver::{Buf, GuestQueue};
+pub use guest::Guest;
+pub use ops::virtqueue_ops;
+pub use sink::{RecordingSink, RecordingVector};
+
+use base::Gpa;
+use mem::GuestRam;
+
+/// `size` bytes of guest memory from address 0.
+///
+/// # Panics
+/// When the host has none.
+#[must_use]
+#[allow(clippy::expect_used)] // a test without memory can only stop
+pub fn ram(size: u64) -> GuestRam {
+    GuestRam::anonymous(&[(Gpa(0), size)]).expect("memory for a test guest")
+}

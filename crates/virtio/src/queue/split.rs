@@ -174,11 +174,13 @@ impl Queue {
             return Err(GuestFault::HeadRange);
         }
         let (word, bit) = (usize::from(head / 64), 1u64 << (head % 64));
-        match self.busy.get_mut(word) {
-            Some(w) if *w & bit == 0 => *w |= bit,
-            _ => return Err(GuestFault::HeadReused),
+        if self.busy.get(word).is_none_or(|w| w & bit != 0) {
+            return Err(GuestFault::HeadReused);
         }
         self.walk(head, chain)?;
+        if let Some(w) = self.busy.get_mut(word) {
+            *w |= bit;
+        }
         self.next_avail = self.next_avail.wrapping_add(1);
         self.in_flight += 1;
         Ok(())

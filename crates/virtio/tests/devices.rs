@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Every device through the PCI face, and what entropy and the transport do beyond the common checks.
+#![allow(clippy::unwrap_used)]
+
+use std::fs::File;
+use std::io;
+use std::sync::{Arc, Mutex};
+
+use base::Gpa;
+use pci::PciDevice;
+use testkit::conformance::{Subject, check};
+use testkit::{Buf, Guest, GuestQueue};
+use virtio::device::{VirtioDevice, status};
+use virtio::{Activation, Console, DeviceStatus, Rng, features};
+
+#[test]
+fn entropy_conforms() {
+    check(&Subject { make: &|| Box::new(Rng::new()), kind: 4, busy_queue: 0 });
+}
+
+#[test]
+fn console_conforms() {
+    let null = File::options().write(true).open("/dev/null").unwrap();
+    let make = || Box::new(Console::new(&null, None).unwrap().0) as Box<dyn VirtioDevice>;
+    check(&Subject { make: &make, kind: 3, busy_queue: 1 });
+}
+
+#[test]
+fn entropy_fills_what_it_says_it_fills() {
+    let ram = testkit::ram(0x10_0000);
+    let rng = Rng::new();
+    let counters = Arc::clone(rng.counters());
+    let mut guest = Guest::new(Box::new(rng), &ram);
+    assert_eq!(guest.device.kicks().count(), 0, "its kicks come inline");
+    let mut queue = GuestQueue::new(&ram, 0x1000, 16);
+    guest.start(features::TRANSPORT, &[&queue]);
+    let head = queue.send(&[Buf::write(0x8000, 64), Buf::write(0x9000, 100)]);
+    guest.kick(0);
+    assert_eq!(queue.used(), Some((head, 164)));
+    assert_eq!(guest.interrupts(0), 1);
+    let mut bytes = [0; 101];
+    ram.read_bytes(Gpa(0x9000), &mut bytes).unwrap();
+    assert!(bytes[..100].iter().any(|b| *b != 0), "a hundred zeroes are not random");
+    assert_eq!(bytes[100], 0, "not a byte more");
+    // A batch costs one interrupt; a huge request is answered in part, one without room with nothing.
+    let heads = [
+        queue.send(&[Buf::write(0x8000, 16)]),
+        queue.send(&[Buf::write(0x2_0000, 0x2_0000)]),
+        queue.send(&[Buf::read(0x8000, 16)]),
+    ];
+    queue.set_used_event(1);
+    guest.kick(0);
+    assert_eq!(heads.map(|_| queue.used().unwrap()), [(heads[0], 16), (heads[1], 0x1_0000), (heads[2], 0)]);
+    assert_eq!(guest.interrupts(0), 2);
+    assert_eq!(guest.status() & status::NEEDS_RESET, 0);
+    let counts = counters.get();
+    assert_eq!(
+        (counts.requests, counts.bytes_to_guest, counts.kicks, counts.interrupts),
+        (4, 164 + 16 + 0x1_0000, 2, 2)
+    );
+}
+
+#[test]
+fn interrupts_wait_behind_a_mask() {
+    let ram = testkit::ram(0x10_0000);
+    let mut guest = Guest::new(Box::new(Rng::new()), &ram);
+    let mut queue = GuestQueue::new(&ram, 0x1000, 16);
+    guest.start(features::VERSION_1, &[&queue]);
+    let control = 0x2000 + 12;
+    guest.device.bar_write(0, control, &1u32.to_le_bytes());
+    queue.send(&[Buf::write(0x8000, 64)]);
+    guest.kick(0);
+    assert_eq!(guest.interrupts(0), 0);
+    let mut pending = [0; 8];
+    guest.device.bar_read(0, 0x3000, &mut pending);
+    assert_eq!(pending[0], 1);
+    guest.device.bar_write(0, control, &0u32.to_le_bytes());
+    assert_eq!(guest.interrupts(0), 1);
+    assert_eq!(guest.vectors[0].routes().len(), 1, "masking alone changes no route");
+}
+
+#[test]
+fn without_msix_the_isr_tells() {
+    let ram = testkit::ram(0x10_0000);
+    let mut guest = Guest::new(Box::new(Rng::new()), &ram);
+    let mut queue = GuestQueue::new(&ram, 0x1000, 16);
+    assert!(guest.negotiate(features::VERSION_1));
+    guest.set_queue(0, &queue);
+    guest.set_status(0xf);
+    queue.send(&[Buf::write(0x8000, 64)]);
+    guest.kick(0);
+    let (mut isr, at) = ([0], guest.blocks[2].at);
+    guest.device.bar_read(0, at, &mut isr);
+    assert_eq!(isr, [1]);
+    guest.device.bar_read(0, at, &mut isr);
+    assert_eq!(isr, [0], "reading clears it");
+}
+
+/// A device that does nothing but show what it was given.
+#[derive(Default)]
+struct Probe {
+    seen: Arc<Mutex<Vec<String>>>,
+    status: Arc<Mutex<Option<Arc<DeviceStatus>>>>,
+    fail: bool,
+}
+
+impl VirtioDevice for Probe {
+    fn kind(&self) -> u16 {
+        2
+    }
+    fn features(&self) -> u64 {
+        1 << 9
+    }
+    fn queue_sizes(&self) -> &[u16] {
+        &[256, 128, 64]
+    }
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        data.iter_mut().zip([1, 2, 3, 4].iter().skip(offset as usize)).for_each(|(out, b)| *out = *b);
+    }
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        self.seen.lock().unwrap().push(format!("config {offset} {data:?}"));
+    }
+    fn activate(&mut self, a: Activation) -> io::Result<()> {
+        let queues: Vec<_> = a.queues.iter().map(|q| (q.index, q.ring.size())).collect();
+        self.seen.lock().unwrap().push(format!("activate {:#x} {queues:?}", a.features));
+        *self.status.lock().unwrap() = Some(a.status);
+        if self.fail { Err(io::Error::other("no threads left")) } else { Ok(()) }
+    }
+    fn reset(&mut self) {
+        self.seen.lock().unwrap().push("reset".into());
+    }
+}
+
+#[test]
+fn a_device_gets_the_queues_that_were_enabled() {
+    let ram = testkit::ram(0x10_0000);
+    let probe = Probe::default();
+    let seen = Arc::clone(&probe.seen);
+    let mut guest = Guest::new(Box::new(probe), &ram);
+    assert!(guest.negotiate(features::VERSION_1 | 1 << 9));
+    guest.set_queue(2, &GuestQueue::new(&ram, 0x1000, 32));
+    guest.set_queue(0, &GuestQueue::new(&ram, 0x4000, 256));
+    guest.set_status(0xf);
+    guest.set_status(0xf);
+    let at = guest.blocks[3].at;
+    guest.device.bar_write(0, at + 6, &[7, 8]);
+    let mut config = [9; 8];
+    guest.device_config(0, &mut config);
+    assert_eq!(config, [1, 2, 3, 4, 0, 0, 0, 0]);
+    guest.set_status(0);
+    let seen = seen.lock().unwrap().clone();
+    assert_eq!(seen, ["reset", "activate 0x100000200 [(0, 256), (2, 32)]", "config 6 [7, 8]", "reset"]);
+}
+
+#[test]
+fn kicks_reach_their_eventfd_and_die_with_a_reset() {
+    let ram = testkit::ram(0x10_0000);
+    let mut guest = Guest::new(Box::new(Probe::default()), &ram);
+    guest.kick(1);
+    guest.kick(1);
+    guest.kick(3);
+    let fds: Vec<_> = guest.device.kicks().map(|(i, fd)| (i, fd.try_clone().unwrap())).collect();
+    assert_eq!(fds.iter().map(|(i, _)| *i).collect::<Vec<_>>(), [0, 1, 2]);
+    assert_eq!(fds[1].1.read().unwrap(), 2);
+    guest.kick(2);
+    guest.set_status(0);
+    assert!(fds[2].1.read().is_err(), "no stale kick for the next driver");
+}
+
+#[test]
+fn the_generation_moves_with_the_configuration() {
+    let ram = testkit::ram(0x10_0000);
+    let probe = Probe::default();
+    let status = Arc::clone(&probe.status);
+    let mut guest = Guest::new(Box::new(probe), &ram);
+    guest.start(features::VERSION_1, &[]);
+    let first = guest.read(0x15, 1);
+    assert_eq!(guest.read(0x15, 1), first);
+    status.lock().unwrap().as_ref().unwrap().config_changed();
+    assert_eq!(guest.config_interrupts(), 1);
+    let second = guest.read(0x15, 1);
+    assert_ne!(second, first);
+    assert_eq!(guest.read(0x15, 1), second);
+}
+
+#[test]
+fn a_host_that_can_not_start_a_device_tells_the_guest() {
+    let ram = testkit::ram(0x10_0000);
+    let mut guest = Guest::new(Box::new(Probe { fail: true, ..Probe::default() }), &ram);
+    guest.start(features::VERSION_1, &[]);
+    assert_eq!(guest.status(), 0xf | status::NEEDS_RESET);
+    assert_eq!(guest.config_interrupts(), 1);
+    assert_eq!(guest.device.status().take_trouble().as_deref(), Some("no threads left"));
+}
