@@ -14,34 +14,44 @@ pub struct Input<'a> {
     /// File offset of the first byte not yet in `window`.
     next: u64,
     end: u64,
-    window: Vec<u8>,
+    window: Box<[u8]>,
     pos: usize,
+    /// Bytes of `window` that are filled.
+    len: usize,
 }
 
 impl<'a> Input<'a> {
     /// The bytes of `source` from `start` to `end`, both inside the file.
     #[must_use]
     pub fn new(source: &'a Source<'a>, start: u64, end: u64) -> Self {
-        Self { source, next: start, end, window: Vec::with_capacity(WINDOW), pos: 0 }
+        Self { source, next: start, end, window: vec![0; WINDOW].into(), pos: 0, len: 0 }
     }
 
     /// Bytes at hand; at least `want` of them unless the payload ends before.
     pub fn peek(&mut self, want: usize) -> Result<&[u8], BootError> {
-        if self.window.len() - self.pos < want.min(WINDOW) && self.next < self.end {
-            self.window.drain(..self.pos);
-            self.pos = 0;
-            let kept = self.window.len();
-            let more = (WINDOW - kept).min(usize::try_from(self.end - self.next).unwrap_or(WINDOW));
-            self.window.resize(kept + more, 0);
-            self.source.read(self.next, &mut self.window[kept..], "payload")?;
-            self.next += more as u64;
+        if self.len - self.pos < want {
+            self.fill(want)?;
         }
-        Ok(&self.window[self.pos..])
+        Ok(&self.window[self.pos..self.len])
+    }
+
+    #[cold]
+    fn fill(&mut self, want: usize) -> Result<(), BootError> {
+        while self.len - self.pos < want.min(WINDOW) && self.next < self.end {
+            self.window.copy_within(self.pos..self.len, 0);
+            self.len -= self.pos;
+            self.pos = 0;
+            let more = (WINDOW - self.len).min(usize::try_from(self.end - self.next).unwrap_or(WINDOW));
+            self.source.read(self.next, &mut self.window[self.len..self.len + more], "payload")?;
+            self.next += more as u64;
+            self.len += more;
+        }
+        Ok(())
     }
 
     /// Takes `n` bytes that [`Input::peek`] has shown.
     pub fn consume(&mut self, n: usize) {
-        self.pos = (self.pos + n).min(self.window.len());
+        self.pos = (self.pos + n).min(self.len);
     }
 
     /// The next `N` bytes, or `None` if the payload ends before.
@@ -56,7 +66,7 @@ impl<'a> Input<'a> {
     /// File offset of the next byte.
     #[must_use]
     pub fn offset(&self) -> u64 {
-        self.next - (self.window.len() - self.pos) as u64
+        self.next - (self.len - self.pos) as u64
     }
 
     /// The payload is damaged here.

@@ -14,9 +14,11 @@ pub const MAGIC: [u8; 4] = [0x02, 0x21, 0x4c, 0x18];
 const HISTORY: usize = 64 << 10;
 /// History, plus what is decoded before it goes to the guest.
 const WINDOW: usize = 512 << 10;
+/// Bytes copied at a time: small pieces stay in plain vector loops, long ones start `rep movsb`.
+const PIECE: usize = 1024;
 /// Largest compressed block: `LZ4_compressBound` of 8 MiB.
 const MAX_BLOCK: usize = (8 << 20) + (8 << 20) / 255 + 16;
-/// Room the short path wants in input and output, so that it may copy whole registers.
+/// Room the quick path wants in input and output, so that it may copy whole registers.
 const SLACK: usize = 64;
 
 /// Decodes all of `input` into `sink`.
@@ -24,7 +26,9 @@ const SLACK: usize = 64;
 /// # Errors
 /// [`BootError::Malformed`] naming the byte; what reading and `sink` say.
 pub fn decode(mut input: Input<'_>, sink: Sink<'_>) -> Result<(), BootError> {
-    let mut out = Window { bytes: vec![0; WINDOW], at: 0, flushed: 0 };
+    let bytes = vec![0; WINDOW].into_boxed_slice();
+    let bytes = bytes.try_into().map_err(|_| input.damaged("lz4", "no window"))?;
+    let mut out = Window { bytes, at: 0, flushed: 0 };
     while let Some(word) = input.take::<4>()? {
         if word == MAGIC {
             continue;
@@ -40,7 +44,7 @@ pub fn decode(mut input: Input<'_>, sink: Sink<'_>) -> Result<(), BootError> {
 
 /// The last bytes decoded: history first, then what the guest has not got yet.
 struct Window {
-    bytes: Vec<u8>,
+    bytes: Box<[u8; WINDOW]>,
     at: usize,
     flushed: usize,
 }
@@ -56,10 +60,9 @@ impl Window {
     fn room(&mut self, sink: Sink<'_>) -> Result<(), BootError> {
         if WINDOW - self.at < SLACK {
             self.flush(sink)?;
-            // Small pieces keep the copy in plain vector loops.
             let from = self.at - HISTORY;
-            for piece in (0..HISTORY).step_by(1024) {
-                self.bytes.copy_within(from + piece..from + piece + 1024, piece);
+            for piece in (0..HISTORY).step_by(PIECE) {
+                self.bytes.copy_within(from + piece..from + piece + PIECE, piece);
             }
             self.at = HISTORY;
             self.flushed = HISTORY;
@@ -75,17 +78,8 @@ impl Window {
     /// Repeats what lies `back` bytes ago, as much of `len` as fits; returns how much did.
     fn repeat(&mut self, back: usize, len: usize) -> usize {
         let len = len.min(WINDOW - self.at);
-        let (mut left, mut reach) = (len, back);
-        while left > 0 {
-            let piece = left.min(reach).min(2048);
-            self.bytes.copy_within(self.at - reach..self.at - reach + piece, self.at);
-            self.at += piece;
-            left -= piece;
-            if piece == reach {
-                // What was just written repeats what was before it, so twice as far back is the same byte.
-                reach *= 2;
-            }
-        }
+        repeat(&mut self.bytes, self.at, back, len);
+        self.at += len;
         len
     }
 }
@@ -97,7 +91,7 @@ fn block(input: &mut Input<'_>, mut left: usize, out: &mut Window, sink: Sink<'_
         out.room(sink)?;
         let have = input.peek(SLACK)?;
         let have = &have[..have.len().min(left)];
-        let used = short_sequences(have, out);
+        let used = whole_sequences(have, out);
         input.consume(used);
         left -= used;
         out.room(sink)?;
@@ -138,40 +132,119 @@ fn block(input: &mut Input<'_>, mut left: usize, out: &mut Window, sink: Sink<'_
     }
 }
 
-/// Runs sequences of short literals and short matches for as long as both buffers have [`SLACK`]; returns the input used.
-fn short_sequences(input: &[u8], out: &mut Window) -> usize {
-    let bytes = out.bytes.as_mut_slice();
-    let (mut at, mut used) = (out.at, 0);
-    while let Some(source) = input.get(used..).and_then(|s| s.first_chunk::<SLACK>()) {
-        let Some(room) = bytes.get_mut(at..).and_then(|b| b.first_chunk_mut::<SLACK>()) else { break };
-        let token = source[0];
-        let literals = usize::from(token >> 4);
-        let len = usize::from(token & 15) + 4;
-        if literals == 15 || len == 19 {
-            break;
+/// Runs whole sequences for as long as both buffers have room for them with [`SLACK`]; returns the input used.
+/// What it can't do it leaves untouched: the caller does one sequence of any shape and comes back.
+fn whole_sequences(input: &[u8], out: &mut Window) -> usize {
+    let bytes: &mut [u8; WINDOW] = &mut out.bytes;
+    let (mut used, mut at) = (0, out.at);
+    loop {
+        (used, at) = short_sequences(input, bytes, used, at);
+        let Some(token) = input.get(used).copied().filter(|_| at <= WINDOW - SLACK) else { break };
+        let (mut literals, mut len) = (usize::from(token >> 4), usize::from(token & 15) + 4);
+        let mut next = used + 1;
+        if literals == 15 {
+            let Some((more, after)) = length(input, next) else { break };
+            literals += more;
+            next = after;
         }
-        room[..16].copy_from_slice(&source[1..17]);
-        let back = usize::from(u16::from_le_bytes([source[1 + literals], source[2 + literals]]));
+        let Some(from) = input.get(next..next + literals) else { break };
+        let Some(room) = bytes.get_mut(at..at + literals) else { break };
+        let Some(offset) = input.get(next + literals..).and_then(|s| s.first_chunk::<2>()) else { break };
+        room.copy_from_slice(from);
         let to = at + literals;
-        if back == 0 || back > to {
+        let back = usize::from(u16::from_le_bytes(*offset));
+        next += literals + 2;
+        if len == 19 {
+            let Some((more, after)) = length(input, next) else { break };
+            len += more;
+            next = after;
+        }
+        if back.wrapping_sub(1) >= to || to + len > WINDOW - SLACK {
             break;
         }
-        let from = to - back;
-        if back >= len {
-            // Copies more than asked; what is too much is overwritten by the next sequence.
-            let mut piece = [0u8; 18];
-            piece.copy_from_slice(&bytes[from..from + 18]);
-            bytes[to..to + 18].copy_from_slice(&piece);
+        if back >= 16 && len <= 64 {
+            copy::<16>(bytes, to - back, to, len);
+        } else if back >= 8 && len <= 64 {
+            copy::<8>(bytes, to - back, to, len);
         } else {
-            for i in 0..len {
-                bytes[to + i] = bytes[from + i];
-            }
+            repeat(bytes, to, back, len);
         }
         at = to + len;
-        used += literals + 3;
+        used = next;
     }
     out.at = at;
     used
+}
+
+/// The commonest sequences, in a loop tight enough to stay in registers: under 15 literals, then a match of at most 18
+/// bytes that reaches further back than it is long. Returns the new ends of input and output.
+#[inline(never)]
+fn short_sequences(input: &[u8], bytes: &mut [u8; WINDOW], mut used: usize, mut at: usize) -> (usize, usize) {
+    while at <= WINDOW - SLACK
+        && let Some(source) = input.get(used..).and_then(|s| s.first_chunk::<32>())
+    {
+        let (literals, len) = (usize::from(source[0] >> 4), usize::from(source[0] & 15));
+        if literals == 15 || len == 15 {
+            break;
+        }
+        // Copies more than asked, here and below; what is too much is overwritten by the next sequence.
+        bytes[at..at + 16].copy_from_slice(&source[1..17]);
+        let to = at + literals;
+        let back = usize::from(u16::from_le_bytes([source[1 + literals], source[2 + literals]]));
+        let Some(piece) = bytes.get(to.wrapping_sub(back)..).and_then(|b| b.first_chunk::<18>().copied()) else {
+            break;
+        };
+        if back < 18 {
+            break;
+        }
+        bytes[to..to + 18].copy_from_slice(&piece);
+        at = to + len + 4;
+        used += literals + 3;
+    }
+    (used, at)
+}
+
+/// Copies `len` bytes from `from` up to `to`, at least `N` apart, in steps of `N`: up to `N - 1` more than asked.
+#[inline(always)]
+fn copy<const N: usize>(bytes: &mut [u8; WINDOW], from: usize, to: usize, len: usize) {
+    let mut done = 0;
+    loop {
+        let Some(piece) = bytes.get(from + done..).and_then(|b| b.first_chunk::<N>().copied()) else { return };
+        let Some(room) = bytes.get_mut(to + done..).and_then(|b| b.first_chunk_mut::<N>()) else { return };
+        *room = piece;
+        done += N;
+        if done >= len {
+            return;
+        }
+    }
+}
+
+/// Writes `len` bytes at `to`, each the same as the one `back` before it.
+fn repeat(bytes: &mut [u8; WINDOW], to: usize, back: usize, len: usize) {
+    let (mut at, mut left, mut reach) = (to, len, back);
+    while left > 0 {
+        let piece = left.min(reach).min(PIECE);
+        bytes.copy_within(at - reach..at - reach + piece, at);
+        at += piece;
+        left -= piece;
+        if piece == reach {
+            // What was just written repeats what was before it, so twice as far back is the same byte.
+            reach *= 2;
+        }
+    }
+}
+
+/// The rest of a length whose nibble was 15, from `at` on, and where it ends; `None` if it doesn't end in `input`.
+fn length(input: &[u8], mut at: usize) -> Option<(usize, usize)> {
+    let mut sum = 0;
+    loop {
+        let more = *input.get(at)?;
+        at += 1;
+        sum += usize::from(more);
+        if more != 255 {
+            return Some((sum, at));
+        }
+    }
 }
 
 fn byte(input: &mut Input<'_>, left: &mut usize) -> Result<Option<u8>, BootError> {
