@@ -31,8 +31,6 @@ refused() {
 /// What a script printed.
 #[derive(Debug)]
 pub struct Printed {
-    /// Its exit status.
-    pub status: i32,
     /// Its standard output, carriage returns left out.
     pub stdout: String,
     /// Its standard error.
@@ -76,7 +74,7 @@ pub fn script(script: &str, files: &[(PathBuf, &str)]) -> Printed {
     assert!(tare.is_file(), "{} is not built: `make e2e` does that", tare.display());
     let Ok(scratch) = tempfile::tempdir() else { panic!("no room for a temporary folder") };
     let text = scratch.path().join("script");
-    if let Err(error) = std::fs::write(&text, format!("{PRELUDE}\n{script}\n")) {
+    if let Err(error) = std::fs::write(&text, format!("{PRELUDE}\n{script}\necho \"== over\"\n")) {
         panic!("{}: {error}", text.display());
     }
     let mut command = tare_lab(&["host", "once", "--clock-limit", "900", "--real-limit", "900"]);
@@ -90,5 +88,7 @@ pub fn script(script: &str, files: &[(PathBuf, &str)]) -> Printed {
         Err(error) => panic!("cannot start tare-lab: {error}"),
     };
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).replace('\r', "");
-    Printed { status: output.status.code().unwrap_or(-1), stdout: text(&output.stdout), stderr: text(&output.stderr) }
+    let printed = Printed { stdout: text(&output.stdout), stderr: text(&output.stderr) };
+    assert!(printed.stdout.ends_with("== over\n"), "the script did not come to its end: {printed:#?}");
+    printed
 }
