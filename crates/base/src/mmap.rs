@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A private or shared mapping that unmaps itself. Called by `kvm` (vCPU run pages live in kvm-ioctls) and by tests.
+//! A private or shared mapping that unmaps itself. `mem` makes guest memory of it.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -23,6 +23,37 @@ impl Mmap {
     /// What `mmap` says, `EINVAL` for length 0 included.
     pub fn anonymous(len: usize) -> io::Result<Self> {
         Self::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1, 0)
+    }
+
+    /// As [`Mmap::anonymous`], at an address that is a multiple of `align`, a power of two of at least a page. A guest's
+    /// memory must lie like this for KVM to map it in huge pages: host and guest addresses have to agree below the page.
+    ///
+    /// # Errors
+    /// What `mmap` says; `EINVAL` for lengths that overflow.
+    pub fn anonymous_aligned(len: usize, align: usize) -> io::Result<Self> {
+        let wide = len.checked_add(align).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
+        let mut whole = Self::anonymous(wide)?;
+        let start = whole.ptr as usize;
+        let head = start.next_multiple_of(align) - start;
+        // SAFETY: head <= align, so both cuts lie inside the mapping, which nobody has seen yet; what stays is exactly
+        // [head, head + len), and `whole` is told so before it can unmap anything.
+        unsafe {
+            if head > 0 {
+                libc::munmap(whole.ptr.cast(), head);
+            }
+            if align > head {
+                libc::munmap(whole.ptr.add(head + len).cast(), align - head);
+            }
+            whole.ptr = whole.ptr.add(head);
+        }
+        whole.len = len;
+        Ok(whole)
+    }
+
+    /// Asks for transparent huge pages. A hint: a host without them leaves it at small pages.
+    pub fn advise_huge_pages(&self) {
+        // SAFETY: the range is this mapping; the advice does not change its contents.
+        unsafe { libc::madvise(self.ptr.cast(), self.len, libc::MADV_HUGEPAGE) };
     }
 
     /// Maps the first `len` bytes of `file`, shared, readable and writable.
@@ -75,5 +106,27 @@ impl Drop for Mmap {
     fn drop(&mut self) {
         // SAFETY: ptr and len came from mmap in `map` and this value is the only owner.
         unsafe { libc::munmap(self.ptr.cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn aligned_mappings_are_aligned_whole_and_given_back() {
+        let align = 2 << 20;
+        for len in [4096, align, 3 * align + 4096] {
+            let map = Mmap::anonymous_aligned(len, align).unwrap();
+            assert_eq!((map.as_ptr() as usize % align, map.len()), (0, len));
+            // SAFETY: both bytes lie inside the mapping, which is readable and writable.
+            unsafe {
+                map.as_ptr().write(1);
+                map.as_ptr().add(len - 1).write(2);
+                assert_eq!((map.as_ptr().read(), map.as_ptr().add(len - 1).read()), (1, 2));
+            }
+        }
+        assert!(Mmap::anonymous_aligned(usize::MAX, align).is_err());
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use base::mmap::Mmap;
 use base::{Gpa, Hva, Seg};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{
@@ -31,28 +32,42 @@ pub enum MemError {
     Outside(Gpa, usize),
 }
 
+/// Alignment of each range in this process: with it, KVM can map 2 MiB of guest memory by one entry.
+const ALIGN: usize = 2 << 20;
+
 /// All RAM of one guest. Cloning shares it.
 #[derive(Clone, Debug)]
 pub struct GuestRam {
     map: Arc<GuestMemoryMmap<()>>,
+    /// Owns the memory that `map` only points to; dropped with the last clone.
+    _owner: Arc<Vec<Mmap>>,
 }
 
 impl GuestRam {
-    /// Maps private anonymous memory for each range; nothing is touched, so it costs address space only.
+    /// Maps private anonymous memory for each range, in transparent huge pages where the host has them; nothing is touched,
+    /// so it costs address space only.
     ///
     /// # Errors
     /// [`MemError::Map`] when the host refuses, [`MemError::Layout`] for overlapping ranges.
     pub fn anonymous(ranges: &[(Gpa, u64)]) -> Result<Self, MemError> {
         let mut regions = Vec::with_capacity(ranges.len());
+        let mut owner = Vec::with_capacity(ranges.len());
         for &(at, size) in ranges {
             let len = usize::try_from(size).map_err(|_| MemError::Layout(format!("{at} of {size} bytes")))?;
-            let map = MmapRegion::new(len).map_err(|e| MemError::Map { size, source: io::Error::other(e) })?;
+            let mine = Mmap::anonymous_aligned(len, ALIGN).map_err(|source| MemError::Map { size, source })?;
+            mine.advise_huge_pages();
+            let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+            // SAFETY: `mine` maps len bytes with these permissions and is kept beside the map for as long as any clone
+            // of this value lives.
+            let map = unsafe { MmapRegion::build_raw(mine.as_ptr(), len, prot, flags) }
+                .map_err(|e| MemError::Map { size, source: io::Error::other(e) })?;
+            owner.push(mine);
             let region = GuestRegionMmap::new(map, GuestAddress(at.0))
                 .ok_or_else(|| MemError::Layout(format!("{at} of {size} bytes")))?;
             regions.push(region);
         }
         let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
-        Ok(Self { map: Arc::new(map) })
+        Ok(Self { map: Arc::new(map), _owner: Arc::new(owner) })
     }
 
     /// The map as rust-vmm crates want it.
