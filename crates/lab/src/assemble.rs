@@ -119,6 +119,12 @@ fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
             ));
         }
     }
+    if ledger.left_out > 0 {
+        notes.push(format!(
+            "{} samples were left out because the time budget was spent; each figure has at least one.",
+            ledger.left_out
+        ));
+    }
     if ledger.failures.is_empty() {
         notes.push("No sample failed.".to_owned());
     }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::host::cli::Verb;
+
 /// The scale: runs one workload natively and under several monitors, side by side, and shows what is lost where.
 #[derive(Debug, Parser)]
 #[command(name = "tare-lab", version, arg_required_else_help = true)]
@@ -21,7 +23,7 @@ pub enum Command {
     Run(Run),
     /// The lab machine: the host that samples run on where there is no hardware KVM
     #[command(subcommand)]
-    Host(HostCommand),
+    Host(Verb),
     /// Suites, built-in subjects and the variables of command templates
     List,
     /// Print the table, or write the page, of an earlier run's report.json
@@ -51,6 +53,12 @@ pub struct Run {
     /// Samples at a time; only the lab, whose time is counted in instructions, runs more than one
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub jobs: u32,
+    /// Start no further samples after this many minutes, once there is one of each
+    #[arg(long, value_name = "MIN")]
+    pub budget: Option<f64>,
+    /// Keep what each sample reported, its console included
+    #[arg(long, value_name = "DIR")]
+    pub keep: Option<PathBuf>,
     /// The tare binary [default: the one beside tare-lab]
     #[arg(long, value_name = "PATH")]
     pub tare: Option<PathBuf>,
@@ -71,23 +79,6 @@ pub enum PlaceFlag {
     Direct,
     /// In the lab machine
     Lab,
-}
-
-/// `tare-lab host`.
-#[derive(Debug, Subcommand)]
-pub enum HostCommand {
-    /// Make the lab machine's images and snapshot, or check that they are there
-    Up,
-    /// Run a command in a fresh clone of the lab machine
-    Exec {
-        /// The command and its arguments
-        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
-        command: Vec<String>,
-    },
-    /// End what runs; the cached images stay
-    Down,
-    /// What it is made of and where it is kept
-    Info,
 }
 
 /// `tare-lab show`.
@@ -133,7 +124,7 @@ mod tests {
     #[test]
     fn exec_takes_a_command_with_its_own_flags() {
         let flags = Flags::try_parse_from(["tare-lab", "host", "exec", "uname", "-a"]).unwrap();
-        let Command::Host(HostCommand::Exec { command }) = flags.command else { unreachable!() };
+        let Command::Host(Verb::Exec { command }) = flags.command else { unreachable!() };
         assert_eq!(command, ["uname", "-a"]);
     }
 

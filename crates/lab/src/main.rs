@@ -7,6 +7,9 @@ mod assemble;
 mod export;
 mod facts;
 mod flags;
+// Some of it serves other callers than this program, such as tests.
+#[allow(dead_code)]
+mod host;
 mod interrupt;
 mod place;
 mod price;
@@ -22,9 +25,9 @@ mod sysbench;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Parser;
 
 use flags::{Command, Flags, PlaceFlag};
@@ -33,10 +36,12 @@ use subject::Subject;
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    interrupt::install();
     let outcome = match flags.command {
-        Command::Run(flags) => run(&flags),
-        Command::Host(command) => host(command),
+        Command::Run(flags) => {
+            interrupt::install();
+            run(&flags)
+        }
+        Command::Host(verb) => host::cli::run(verb).map(ExitCode::from),
         Command::List => {
             list();
             Ok(ExitCode::SUCCESS)
@@ -63,7 +68,19 @@ fn run(flags: &flags::Run) -> Result<ExitCode> {
     };
     let place = choose(flags.place, tare.as_deref())?;
     let jobs = place.lanes().min(flags.jobs as usize);
-    let plan = schedule::Plan { bundles: &bundles, subjects: &subjects, repeat: flags.repeat, seed: flags.seed, jobs };
+    if let Some(dir) = &flags.keep {
+        std::fs::create_dir_all(dir).with_context(|| format!("can't make {}", dir.display()))?;
+    }
+    let budget = flags.budget.map(|minutes| Duration::try_from_secs_f64(minutes * 60.0)).transpose();
+    let plan = schedule::Plan {
+        bundles: &bundles,
+        subjects: &subjects,
+        repeat: flags.repeat,
+        seed: flags.seed,
+        jobs,
+        budget: budget.context("--budget takes minutes, 0 or more")?,
+        keep: flags.keep.as_deref(),
+    };
     let start = Instant::now();
     let progress = progress::Progress::new(plan.tasks().len(), &bundles, &subjects);
     let ledger = plan.run(place.as_ref(), &|news| progress.tell(&news));
@@ -98,12 +115,28 @@ fn run(flags: &flags::Run) -> Result<ExitCode> {
 
 /// The place that was asked for, or the one that fits this host.
 fn choose(flag: PlaceFlag, tare: Option<&Path>) -> Result<Box<dyn Place>> {
+    let say = |text: &str, _: Option<f64>| eprintln!("tare-lab: {text}");
     let direct = match flag {
         PlaceFlag::Direct => true,
         PlaceFlag::Lab => false,
         PlaceFlag::Auto => tare.is_some_and(facts::hardware_kvm),
     };
-    if direct { bail!("not yet") } else { bail!("not yet") }
+    if !direct {
+        return Ok(Box::new(place::lab::Lab::open(tare, &say)?));
+    }
+    let cache = host::cache::Cache::open()?;
+    let guest = host::image::guest(&cache, &say)?;
+    let text = |path: &Path| path.to_str().map(str::to_owned).context("the cache folder's path is not UTF-8");
+    let paths = place::Paths {
+        kernel: text(&guest.kernel())?,
+        initrd: text(&guest.initrd())?,
+        disk: text(&guest.disk())?,
+        copy_disk: true,
+        root: "/dev/vda".to_owned(),
+        work: text(&cache.root().join("work"))?,
+        tare: tare.map(text).transpose()?.unwrap_or_default(),
+    };
+    Ok(Box::new(place::direct::Direct::new(paths, guest.release().ok())?))
 }
 
 fn versions(subjects: &[Subject], tare: Option<&Path>) -> BTreeMap<String, String> {
@@ -156,10 +189,4 @@ fn show(flags: &flags::Show) -> Result<ExitCode> {
         None => print!("{}", export::table::text(&report)),
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// `tare-lab host`.
-fn host(command: flags::HostCommand) -> Result<ExitCode> {
-    let _ = command;
-    Err(anyhow::anyhow!("not yet")).context("host")
 }

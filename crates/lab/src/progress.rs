@@ -60,6 +60,7 @@ impl<'a> Progress<'a> {
                     took.as_secs_f64()
                 ));
             }
+            News::LeftOut => state.total -= 1,
             News::Failed(task, why, again) => {
                 state.end(task);
                 state.done += usize::from(!again);
@@ -73,6 +74,7 @@ impl<'a> Progress<'a> {
         }
         if let Some(bar) = &self.bar {
             let running: Vec<String> = state.running.iter().map(|pair| self.name(*pair)).collect();
+            bar.set_length(state.total as u64);
             bar.set_position(state.done as u64);
             bar.set_message(format!("{}{}", running.join(" + "), self.left(&state)));
         }

@@ -136,6 +136,7 @@ pub struct Report {
 
 impl Report {
     /// The row of one figure.
+    #[cfg(test)]
     pub fn row(&self, workload: &str, metric: &str) -> Option<&Row> {
         self.results.iter().find(|row| row.workload == workload && row.metric == metric)
     }

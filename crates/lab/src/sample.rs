@@ -114,7 +114,11 @@ impl Sample {
                 Some("mark") => sample.mark(words)?,
                 Some("memory") => {
                     let kib: Vec<u64> = words.map(str::parse).collect::<Result<_, _>>().context("a memory line")?;
-                    if let [rss_kib, pss_kib, guest_rss_kib, ..] = kib[..] {
+                    // The first reading counts; one of a monitor that is just leaving is all zeros.
+                    if let ([rss_kib, pss_kib, guest_rss_kib, ..], None) = (&kib[..], sample.memory)
+                        && *rss_kib > 0
+                    {
+                        let (rss_kib, pss_kib, guest_rss_kib) = (*rss_kib, *pss_kib, *guest_rss_kib);
                         sample.memory = Some(Memory { rss_kib, pss_kib, guest_rss_kib });
                     }
                 }
@@ -247,7 +251,7 @@ pub(crate) mod tests {
     #[test]
     fn counters_between_marks_become_exits() {
         let text = "%% mark 10 begin cpu exits=100 io_exits=90\n%% mark 30 end cpu exits=150 io_exits=95 halt_exits=5\n\
-                    %% memory 5000 4000 90000 90000\n%% end 40 exit 0\n%% console\nx\n%% stderr\n\n%% stop\n";
+                    %% memory 5000 4000 90000 90000\n%% memory 0 0 0 0\n%% end 40 exit 0\n%% console\nx\n%% stderr\n\n%% stop\n";
         let sample = Sample::parse(text).unwrap();
         let exits = sample.exits(Some("begin cpu"), "end cpu").unwrap();
         assert_eq!((exits.total, exits.by_kind["pio"], exits.by_kind["halt"]), (50, 5, 5));

@@ -5,10 +5,11 @@
 //! fails is tried again and counted, never skipped in silence. Workers are scoped threads that share a queue under one lock.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use crate::interrupt;
 use crate::place::Place;
@@ -46,6 +47,10 @@ pub struct Plan<'a> {
     pub seed: u64,
     /// Worker threads.
     pub jobs: usize,
+    /// No new sample is started after this time, except those of the first round.
+    pub budget: Option<Duration>,
+    /// Where to keep what each sample reported, for a closer look.
+    pub keep: Option<&'a Path>,
 }
 
 /// A sample that was taken.
@@ -75,6 +80,8 @@ pub struct Ledger {
     pub taken: Vec<Taken>,
     /// In the order they happened.
     pub failures: Vec<Failure>,
+    /// Samples left out because the time budget was spent.
+    pub left_out: usize,
 }
 
 /// News for the progress display.
@@ -85,6 +92,8 @@ pub enum News<'a> {
     Taken(Task, Duration),
     /// A try failed; the flag says whether it is tried again.
     Failed(Task, &'a str, bool),
+    /// A sample is left out because the time budget is spent.
+    LeftOut,
 }
 
 impl Plan<'_> {
@@ -114,11 +123,12 @@ impl Plan<'_> {
 
     /// Takes all samples. Stops early, with an error, when the user asked to.
     pub fn run(&self, place: &dyn Place, tell: &(dyn Fn(News) + Sync)) -> Result<Ledger> {
+        let deadline = self.budget.map(|budget| Instant::now() + budget);
         let queue: Mutex<VecDeque<Task>> = Mutex::new(self.tasks().into());
         let ledger: Mutex<Ledger> = Mutex::default();
         std::thread::scope(|scope| {
             for _ in 0..self.jobs.max(1) {
-                scope.spawn(|| self.work(place, tell, &queue, &ledger));
+                scope.spawn(|| self.work(place, tell, deadline, &queue, &ledger));
             }
         });
         if interrupt::asked() {
@@ -133,11 +143,17 @@ impl Plan<'_> {
         &self,
         place: &dyn Place,
         tell: &(dyn Fn(News) + Sync),
+        deadline: Option<Instant>,
         queue: &Mutex<VecDeque<Task>>,
         ledger: &Mutex<Ledger>,
     ) {
         while !interrupt::asked() {
             let Some(task) = lock(queue).pop_front() else { return };
+            if task.round > 0 && deadline.is_some_and(|deadline| Instant::now() > deadline) {
+                lock(ledger).left_out += 1;
+                tell(News::LeftOut);
+                continue;
+            }
             tell(News::Started(task));
             let start = Instant::now();
             match self.take(place, task) {
@@ -162,7 +178,14 @@ impl Plan<'_> {
     fn take(&self, place: &dyn Place, task: Task) -> Result<Taken> {
         let bundle = &self.bundles[task.bundle];
         let order = order(bundle, &self.subjects[task.subject], place, task)?;
-        let sample = Sample::parse(&place.run(&order.script(), order.limit)?)?;
+        let text = place.run(&order.script(), order.limit)?;
+        if let Some(dir) = self.keep {
+            let name =
+                format!("{}-{}-{}-{}.txt", bundle.name, self.subjects[task.subject].name, task.round, task.tries);
+            let path = dir.join(name.replace(' ', "-"));
+            std::fs::write(&path, &text).with_context(|| format!("can't write {}", path.display()))?;
+        }
+        let sample = Sample::parse(&text)?;
         Ok(Taken { task, figures: bundle.figures(&sample)?, exits: bundle.exits(&sample) })
     }
 }
@@ -186,7 +209,7 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
             ("cmdline_json", json.trim_matches('"').to_owned()),
             ("cmdline", cmdline),
             ("memory_mib", bundle.memory_mib.to_string()),
-            ("cpus", bundle.cpus.to_string()),
+            ("cpus", place.cpus().to_string()),
             ("console", console.word().to_owned()),
             ("scratch", scratch.clone()),
             ("tare", paths.tare.clone()),
@@ -223,7 +246,7 @@ mod tests {
         %% console\nx\n%% stderr\n\n%% stop\n";
 
     fn plan<'a>(bundles: &'a [Bundle], subjects: &'a [Subject]) -> Plan<'a> {
-        Plan { bundles, subjects, repeat: 3, seed: 7, jobs: 1 }
+        Plan { bundles, subjects, repeat: 3, seed: 7, jobs: 1, budget: None, keep: None }
     }
 
     #[test]
@@ -291,6 +314,18 @@ mod tests {
     }
 
     #[test]
+    fn a_spent_budget_still_gives_one_sample_of_each_and_reports_are_kept() {
+        let (bundles, subjects) = (scenario::suite("boot", 1.0).unwrap(), parse_list(&["qemu,tare"]).unwrap());
+        let place = Mock::new(|_, _| Ok(BOOT.to_owned()));
+        let dir = tempfile::tempdir().unwrap();
+        let plan = Plan { budget: Some(Duration::ZERO), keep: Some(dir.path()), ..plan(&bundles, &subjects) };
+        let ledger = plan.run(&place, &|_| {}).unwrap();
+        assert_eq!((ledger.taken.len(), ledger.left_out), (4, 8));
+        assert!(ledger.taken.iter().all(|taken| taken.task.round == 0));
+        assert_eq!(std::fs::read_to_string(dir.path().join("boot-quiet-tare-0-0.txt")).unwrap(), BOOT);
+    }
+
+    #[test]
     fn a_shared_image_is_copied_for_each_guest_but_not_for_native() {
         let bundles = scenario::suite("tax", 0.1).unwrap();
         let task = Task { bundle: 1, subject: 0, round: 2, tries: 0 };
@@ -303,6 +338,9 @@ mod tests {
                 &self.1
             }
             fn lanes(&self) -> usize {
+                1
+            }
+            fn cpus(&self) -> u32 {
                 1
             }
             fn run(&self, script: &str, limit: Duration) -> Result<String> {

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::plot::{Bar, Chart, Group, PARTS, subject_colour};
-use super::{number, summary, tax};
+use super::{count, number, summary, tax};
 use crate::price::KINDS;
 use crate::report::{Report, Row};
 
@@ -194,7 +194,12 @@ fn figures(report: &Report, out: &mut String) -> Result<()> {
             }
             if with_tax && !subject.template.is_empty() {
                 let text = tax(row, &subject.name);
-                write!(out, "<td class=\"n tax\">{}</td>", if text == "-" { "" } else { &text })?;
+                write!(
+                    out,
+                    "<td class=\"n{}\">{}</td>",
+                    if first { " tax" } else { "" },
+                    if text == "-" { "" } else { &text }
+                )?;
             }
         }
         out.push_str("</tr>\n");
@@ -217,14 +222,14 @@ fn boots(report: &Report, out: &mut String) -> Result<()> {
             Some((*value, format!("{}{unit}", number(*value))))
         });
         if !groups.is_empty() {
-            write!(plots, "<p>{caption}</p>\n<figure>{}</figure>\n", chart(report, groups, unit, false)?)?;
+            writeln!(plots, "<p>{caption}</p>\n<figure>{}</figure>", chart(report, groups, unit, false)?)?;
         }
     }
     if !plots.is_empty() {
-        write!(
+        writeln!(
             out,
             "<section><h2>Boot</h2><p><b>boot</b>: serial console with all kernel messages, the same for every monitor. \
-             <b>boot quiet</b>: <code>quiet</code>, each monitor on its own default console.</p>{plots}</section>\n"
+             <b>boot quiet</b>: <code>quiet</code>, each monitor on its own default console.</p>{plots}</section>"
         )?;
     }
     Ok(())
@@ -241,7 +246,7 @@ fn exits(report: &Report, out: &mut String) -> Result<()> {
                 let exits = report.exits.get(*name)?.get(workload)?;
                 let parts =
                     KINDS.iter().map(|kind| exits.by_kind.get(kind.name).copied().unwrap_or(0) as f64).collect();
-                let label = format!("{}  ({} ms)", number(exits.total as f64), number(exits.priced_ms));
+                let label = format!("{}  ({} ms)", count(exits.total), number(exits.priced_ms));
                 Some(Bar { series, parts, label })
             })
             .collect();

@@ -20,20 +20,25 @@ pub fn number(value: f64) -> String {
         _ => 4,
     };
     let text = format!("{size:.decimals$}");
-    let (whole, fraction) = text.split_once('.').map_or((text.as_str(), None), |(w, f)| (w, Some(f)));
-    let mut out = String::new();
-    if value < 0.0 {
-        out.push('-');
+    let (whole, fraction) = text.split_once('.').map_or((text.as_str(), ""), |(whole, fraction)| (whole, fraction));
+    let whole = whole.parse().map_or(whole.to_owned(), count);
+    let sign = if value < 0.0 { "-" } else { "" };
+    if fraction.is_empty() || value.fract() == 0.0 {
+        format!("{sign}{whole}")
+    } else {
+        format!("{sign}{whole}.{fraction}")
     }
-    for (i, digit) in whole.chars().enumerate() {
-        if i > 0 && (whole.len() - i).is_multiple_of(3) {
+}
+
+/// A count with thousands separators.
+pub fn count(value: u64) -> String {
+    let digits = value.to_string();
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
             out.push(',');
         }
         out.push(digit);
-    }
-    if let Some(fraction) = fraction {
-        out.push('.');
-        out.push_str(fraction);
     }
     out
 }
@@ -73,9 +78,10 @@ mod tests {
             (1.954, "1.954"),
             (0.0123, "0.0123"),
             (-45678.0, "-45,678"),
-            (999.99, "1000.0"),
+            (999.99, "1,000.0"),
+            (100.0, "100"),
         ] {
-            assert_eq!(number(value).replace("1,000.0", "1000.0"), text);
+            assert_eq!(number(value), text);
         }
     }
 

@@ -10,7 +10,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 const WIDTH: u32 = 920;
 const LABELS: i32 = 190;
-const RIGHT: i32 = 120;
+const RIGHT: i32 = 140;
 const BAR: i32 = 17;
 const GAP: i32 = 3;
 const GROUP_GAP: i32 = 16;
@@ -104,8 +104,8 @@ impl Chart<'_> {
         let mut x = LABELS;
         for (name, colour) in self.legend.iter().zip(&self.colours) {
             pen.rect(x, 6, x + 12, 18, *colour)?;
-            pen.text(name, x + 17, 12, 13, HPos::Left)?;
-            x += 17 + 8 * name.len() as i32 + 18;
+            pen.text(name, x + 17, 12, 14, HPos::Left)?;
+            x += 17 + 9 * name.len() as i32 + 16;
         }
         let all = self.extent(self.groups.iter());
         if !self.own_scale {
@@ -117,7 +117,7 @@ impl Chart<'_> {
             let height = group.bars.len() as i32 * (BAR + GAP);
             let name_at = if self.stacked.is_some() { 8 } else { LABELS - 12 };
             let side = if self.stacked.is_some() { HPos::Left } else { HPos::Right };
-            pen.text(&group.name, name_at, y + height / 2 - GAP / 2, 14, side)?;
+            pen.text(&group.name, name_at, y + height / 2 - GAP / 2, 15, side)?;
             for bar in &group.bars {
                 self.bar(pen, bar, &scale, y)?;
                 y += BAR + GAP;
@@ -129,7 +129,7 @@ impl Chart<'_> {
 
     fn bar(&self, pen: &Pen, bar: &Bar, scale: &Scale, y: i32) -> Result<()> {
         if let Some(names) = &self.stacked {
-            pen.text(names.get(bar.series).copied().unwrap_or(""), LABELS - 8, y + BAR / 2, 12, HPos::Right)?;
+            pen.text(names.get(bar.series).copied().unwrap_or(""), LABELS - 8, y + BAR / 2, 13, HPos::Right)?;
         }
         let mut from = 0.0;
         for (part, length) in bar.parts.iter().enumerate() {
@@ -142,7 +142,7 @@ impl Chart<'_> {
             }
             from += length;
         }
-        pen.text(&bar.label, scale.x(from).max(scale.x(0.0)) + 6, y + BAR / 2, 12, HPos::Left)
+        pen.text(&bar.label, scale.x(from).max(scale.x(0.0)) + 6, y + BAR / 2, 13, HPos::Left)
     }
 
     fn axis(&self, pen: &Pen, scale: &Scale, body: i32) -> Result<()> {
@@ -154,7 +154,7 @@ impl Chart<'_> {
             let x = scale.x(value);
             pen.line(x, TOP, TOP + body, if at == 0 { 2 } else { 1 })?;
             let decimals = if step < 0.1 { 2 } else { usize::from(step < 1.0) };
-            pen.text(&format!("{value:.decimals$}{}", self.unit), x, TOP + body + 12, 12, HPos::Center)?;
+            pen.text(&format!("{value:.decimals$}{}", self.unit), x, TOP + body + 12, 13, HPos::Center)?;
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use super::{number, summary, tax};
+use super::{count, number, summary, tax};
 use crate::price::KINDS;
 use crate::report::Report;
 
@@ -63,8 +63,8 @@ fn exits(report: &Report, out: &mut String) {
     for workload in report.workloads() {
         for subject in &report.subjects {
             let Some(exits) = report.exits.get(&subject.name).and_then(|by| by.get(workload)) else { continue };
-            let mut line = vec![workload.to_owned(), subject.name.clone(), number(exits.total as f64)];
-            line.extend(KINDS.iter().map(|kind| number(exits.by_kind.get(kind.name).copied().unwrap_or(0) as f64)));
+            let mut line = vec![workload.to_owned(), subject.name.clone(), count(exits.total)];
+            line.extend(KINDS.iter().map(|kind| count(exits.by_kind.get(kind.name).copied().unwrap_or(0))));
             line.push(number(exits.priced_ms));
             lines.push(line);
         }

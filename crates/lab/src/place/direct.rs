@@ -51,6 +51,10 @@ impl Place for Direct {
         1
     }
 
+    fn cpus(&self) -> u32 {
+        if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) { 2 } else { 1 }
+    }
+
     fn run(&self, script: &str, limit: Duration) -> Result<String> {
         let mut command = Command::new("bash");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).process_group(0);
@@ -133,7 +137,8 @@ mod tests {
             parse_list(&["fake=sh -c \"echo booting {kernel}; echo @@lab ready; sleep 0.2; echo {memory_mib}\""])
                 .unwrap();
         let bundles = scenario::suite("boot", 1.0).unwrap();
-        let plan = Plan { bundles: &bundles[..1], subjects: &subjects, repeat: 2, seed: 1, jobs: 1 };
+        let plan =
+            Plan { bundles: &bundles[..1], subjects: &subjects, repeat: 2, seed: 1, jobs: 1, budget: None, keep: None };
         let ledger = plan.run(&place(dir.path()), &|_| {}).unwrap();
         assert!(ledger.failures.is_empty(), "{:?}", ledger.failures);
         assert_eq!(ledger.taken.len(), 2);

@@ -1,2 +1,128 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Samples in clones of the lab machine: for hosts without hardware KVM. Native is the lab machine itself.
+//!
+//! Each sample gets a fresh clone with instruction-counted time, so samples can run side by side without touching each
+//! other's figures, and the guests' disk needs no copy. A machine that locks up is ended by a limit on real time.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use super::{Facts, Paths, Place};
+use crate::host::cache::Cache;
+use crate::host::clone::{self, Bring, Job};
+use crate::host::qemu::{self, Mode};
+use crate::host::snapshot::{Snapshot, inside};
+use crate::host::{Progress, recipe};
+use crate::interrupt;
+
+/// Where the runner's script is put.
+const SCRIPT: &str = "/lab/sample.sh";
+/// Real seconds that a second of the machine's clock may take, at worst, with other clones beside it.
+const SLOWDOWN: u32 = 20;
+/// The longest any sample may take here, whatever its clock says.
+const LONGEST: Duration = Duration::from_secs(600);
+
+/// The lab.
+pub struct Lab {
+    cache: Cache,
+    snapshot: Snapshot,
+    paths: Paths,
+    tare: Option<PathBuf>,
+    release: String,
+}
+
+impl Lab {
+    /// Makes the lab machine, or finds it in the cache.
+    pub fn open(tare: Option<&Path>, progress: Progress<'_>) -> Result<Self> {
+        let cache = Cache::open()?;
+        let snapshot = Snapshot::get(&cache, Mode::Counted, &interrupt::asked, progress)?;
+        let release = snapshot.guest().release()?;
+        let paths = Paths {
+            kernel: inside::KERNEL.to_owned(),
+            initrd: inside::INITRD.to_owned(),
+            disk: inside::DISK.to_owned(),
+            copy_disk: false,
+            root: "/dev/vda".to_owned(),
+            work: "/lab/work".to_owned(),
+            tare: format!("{}/tare", inside::BIN),
+        };
+        Ok(Self { cache, snapshot, paths, tare: tare.map(Path::to_owned), release })
+    }
+}
+
+impl Place for Lab {
+    fn facts(&self) -> Facts {
+        let gib = recipe::MACHINE_MEMORY >> 30;
+        Facts {
+            place: "lab",
+            time: "counted: one instruction is one nanosecond",
+            statement: "This host has no hardware KVM, so every subject ran in the lab machine: a Linux with a real KVM under \
+                QEMU's software CPU, which emulates AMD SVM with nested paging. Its clock counts instructions, so figures \
+                repeat and do not move with the load of the host. Each sample is one fresh clone of one saved machine; native \
+                is the lab machine itself, and all disks live in its memory (ext4 on a RAM disk).",
+            not_priced: &[
+                "what a world switch costs in hardware (see the exits, which are counted and priced with assumed constants)",
+                "cache, TLB and branch misses, and nested page walks: every instruction costs the same",
+                "a disk's own latency: the disk is memory",
+            ],
+            machine: Some(format!(
+                "1 CPU, {gib} GiB, Linux {}, under {}",
+                self.release,
+                qemu::version().unwrap_or_else(|_| "QEMU".to_owned())
+            )),
+            guest_kernel: Some(self.release.clone()),
+            alone: true,
+        }
+    }
+
+    fn paths(&self) -> &Paths {
+        &self.paths
+    }
+
+    fn lanes(&self) -> usize {
+        64
+    }
+
+    fn cpus(&self) -> u32 {
+        1
+    }
+
+    fn run(&self, script: &str, limit: Duration) -> Result<String> {
+        let file =
+            self.cache.root().join(format!("sample-{}-{:?}.sh", std::process::id(), std::thread::current().id()));
+        std::fs::write(&file, script).with_context(|| format!("can't write {}", file.display()))?;
+        let outcome = self.run_file(&file, limit);
+        let _ = std::fs::remove_file(&file);
+        outcome
+    }
+}
+
+impl Lab {
+    fn run_file(&self, script: &Path, limit: Duration) -> Result<String> {
+        let mut files = vec![Bring { source: script.to_owned(), target: SCRIPT.to_owned(), mode: 0o755 }];
+        if let Some(tare) = &self.tare {
+            files.push(Bring { source: tare.clone(), target: self.paths.tare.clone(), mode: 0o755 });
+        }
+        let job = Job {
+            files,
+            argv: vec!["bash".to_owned(), SCRIPT.to_owned()],
+            env: Vec::new(),
+            clock_limit: limit + Duration::from_secs(30),
+            real_limit: (limit * SLOWDOWN).min(LONGEST),
+            quiet: true,
+        };
+        let outcome = clone::run(&self.cache, &self.snapshot, &job, &interrupt::asked)?;
+        if outcome.exit.timed_out {
+            bail!("the sample was ended by the lab machine's watchdog");
+        }
+        let text = String::from_utf8_lossy(&outcome.stdout).into_owned();
+        if outcome.exit.code != 0 && !text.contains("%% stop") {
+            let error = String::from_utf8_lossy(&outcome.stderr);
+            let last = error.lines().last().unwrap_or("it said nothing");
+            bail!("the sample's script ended with status {}: {last}", outcome.exit.code);
+        }
+        Ok(text)
+    }
+}

@@ -47,6 +47,10 @@ impl Place for Mock {
         1
     }
 
+    fn cpus(&self) -> u32 {
+        1
+    }
+
     fn run(&self, script: &str, _: Duration) -> Result<String> {
         let Ok(mut asked) = self.asked.lock() else { bail!("poisoned") };
         asked.push(script.to_owned());

@@ -59,6 +59,8 @@ pub trait Place: Sync {
     fn paths(&self) -> &Paths;
     /// How many samples may run at once without disturbing each other's figures.
     fn lanes(&self) -> usize;
+    /// Virtual CPUs of a guest: as many as the workloads' two threads find natively.
+    fn cpus(&self) -> u32;
     /// Runs a bash script to its end and returns its standard output. `limit` is the time after which the script should
     /// have ended by itself, on the place's clock; a place may give up later than that, never earlier.
     fn run(&self, script: &str, limit: Duration) -> Result<String>;

@@ -16,7 +16,7 @@ pub const INIT: &str = "m=@@;echo ${m}lab ready;sleep 1;mkdir -p /proc;mount -t 
 
 /// The bundles of the suite.
 pub fn bundles() -> Vec<Bundle> {
-    let bundle = |name, quiet| Bundle { name, kind: Kind::Boot { quiet }, memory_mib: 256, cpus: 1, limit_seconds: 60 };
+    let bundle = |name, quiet| Bundle { name, kind: Kind::Boot { quiet }, memory_mib: 256, limit_seconds: 60 };
     vec![bundle("boot", false), bundle("boot quiet", true)]
 }
 

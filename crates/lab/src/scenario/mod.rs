@@ -24,8 +24,6 @@ pub struct Bundle {
     pub kind: Kind,
     /// Guest memory, MiB.
     pub memory_mib: u64,
-    /// Virtual CPUs.
-    pub cpus: u32,
     /// Seconds on the place's clock until the watchdog ends it.
     pub limit_seconds: u64,
 }

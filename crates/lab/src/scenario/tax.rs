@@ -71,8 +71,8 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
     let room = if file_mib <= 128 { 512 } else { 512 + 2 * file_mib };
     let limit_seconds = 120 + 20 * seconds;
     vec![
-        Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, cpus: 1, limit_seconds },
-        Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, cpus: 1, limit_seconds },
+        Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, limit_seconds },
+        Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, limit_seconds },
     ]
 }
 
