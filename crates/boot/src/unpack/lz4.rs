@@ -147,10 +147,15 @@ fn whole_sequences(input: &[u8], out: &mut Window) -> usize {
             literals += more;
             next = after;
         }
-        let Some(from) = input.get(next..next + literals) else { break };
-        let Some(room) = bytes.get_mut(at..at + literals) else { break };
         let Some(offset) = input.get(next + literals..).and_then(|s| s.first_chunk::<2>()) else { break };
-        room.copy_from_slice(from);
+        if literals <= 16
+            && let Some(from) = input.get(next..).and_then(|s| s.first_chunk::<16>())
+        {
+            bytes[at..at + 16].copy_from_slice(from);
+        } else {
+            let Some(room) = bytes.get_mut(at..at + literals) else { break };
+            room.copy_from_slice(&input[next..next + literals]);
+        }
         let to = at + literals;
         let back = usize::from(u16::from_le_bytes(*offset));
         next += literals + 2;
@@ -177,7 +182,7 @@ fn whole_sequences(input: &[u8], out: &mut Window) -> usize {
 }
 
 /// The commonest sequences, in a loop tight enough to stay in registers: under 15 literals, then a match of at most 18
-/// bytes that reaches further back than it is long. Returns the new ends of input and output.
+/// bytes that starts eight or more bytes back. Returns the new ends of input and output.
 #[inline(never)]
 fn short_sequences(input: &[u8], bytes: &mut [u8; WINDOW], mut used: usize, mut at: usize) -> (usize, usize) {
     while at <= WINDOW - SLACK
@@ -191,31 +196,35 @@ fn short_sequences(input: &[u8], bytes: &mut [u8; WINDOW], mut used: usize, mut 
         bytes[at..at + 16].copy_from_slice(&source[1..17]);
         let to = at + literals;
         let back = usize::from(u16::from_le_bytes([source[1 + literals], source[2 + literals]]));
-        let Some(piece) = bytes.get(to.wrapping_sub(back)..).and_then(|b| b.first_chunk::<18>().copied()) else {
-            break;
-        };
-        if back < 18 {
+        let from = to.wrapping_sub(back);
+        if back < 8 || from > to {
             break;
         }
-        bytes[to..to + 18].copy_from_slice(&piece);
+        // Eight bytes at a time, since the match may reach into what it is writing.
+        step::<8>(bytes, from, to);
+        step::<8>(bytes, from + 8, to + 8);
+        step::<2>(bytes, from + 16, to + 16);
         at = to + len + 4;
         used += literals + 3;
     }
     (used, at)
 }
 
+/// Copies `N` bytes inside the window.
+#[inline(always)]
+fn step<const N: usize>(bytes: &mut [u8; WINDOW], from: usize, to: usize) {
+    let mut piece = [0; N];
+    piece.copy_from_slice(&bytes[from..from + N]);
+    bytes[to..to + N].copy_from_slice(&piece);
+}
+
 /// Copies `len` bytes from `from` up to `to`, at least `N` apart, in steps of `N`: up to `N - 1` more than asked.
 #[inline(always)]
 fn copy<const N: usize>(bytes: &mut [u8; WINDOW], from: usize, to: usize, len: usize) {
     let mut done = 0;
-    loop {
-        let Some(piece) = bytes.get(from + done..).and_then(|b| b.first_chunk::<N>().copied()) else { return };
-        let Some(room) = bytes.get_mut(to + done..).and_then(|b| b.first_chunk_mut::<N>()) else { return };
-        *room = piece;
+    while done < len {
+        step::<N>(bytes, from + done, to + done);
         done += N;
-        if done >= len {
-            return;
-        }
     }
 }
 
@@ -258,16 +267,26 @@ fn byte(input: &mut Input<'_>, left: &mut usize) -> Result<Option<u8>, BootError
 /// A length whose nibble was 15 goes on in bytes until one is not 255.
 fn extended(input: &mut Input<'_>, left: &mut usize, nibble: usize) -> Result<usize, BootError> {
     let mut len = nibble;
-    if nibble == 15 {
-        loop {
-            let more = byte(input, left)?.ok_or_else(|| input.damaged("lz4", "a length without end"))?;
-            len += usize::from(more);
-            if more != 255 {
-                break;
-            }
+    if nibble < 15 {
+        return Ok(len);
+    }
+    loop {
+        let have = input.peek(1)?;
+        let have = &have[..have.len().min(*left)];
+        // Runs of zeros have hundreds of these.
+        let full = have.iter().take_while(|b| **b == 255).count();
+        let end = have.get(full).copied();
+        let used = full + usize::from(end.is_some());
+        if used == 0 {
+            return Err(input.damaged("lz4", "a length without end"));
+        }
+        len += full * 255 + usize::from(end.unwrap_or(0));
+        input.consume(used);
+        *left -= used;
+        if end.is_some() {
+            return Ok(len);
         }
     }
-    Ok(len)
 }
 
 #[cfg(test)]
