@@ -9,8 +9,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use base::{Gpa, Seg};
+use block::{Disk, MemImage};
 use mem::GuestRam;
 use pci::PciDevice;
+use virtio::blk::Blk;
 use virtio::device::VirtioDevice;
 use virtio::{Chain, Console, Queue, QueueConfig, Rng, features};
 
@@ -78,10 +80,14 @@ pub fn virtqueue_ops(data: &[u8]) {
     let size = 1u16 << (input.u8() % 7);
     let regions = [(Gpa(0), LOW), (Gpa(HIGH_AT), HIGH)];
     let Ok(ram) = GuestRam::anonymous(&regions) else { panic!("memory for a test guest") };
-    match what & 3 {
-        0 | 1 => queue_ops(&mut input, &ram, agreed, size),
-        2 => device_ops(&mut input, &ram, agreed, size, Box::new(Rng::new())),
-        _ => console_ops(&mut input, &ram, agreed, size, what & 4 != 0),
+    match what & 7 {
+        0..=2 => queue_ops(&mut input, &ram, agreed, size),
+        3 => device_ops(&mut input, &ram, agreed, size, Box::new(Rng::new())),
+        kind @ (4 | 5) => console_ops(&mut input, &ram, agreed, size, kind == 5),
+        kind => {
+            let disk = Disk::in_memory(&MemImage::new(vec![0x11; 64 * 512]), kind == 7);
+            device_ops(&mut input, &ram, agreed, size, Box::new(Blk::new(disk, &spec::Disk::new("memory"))));
+        }
     }
 }
 

@@ -7,9 +7,11 @@ use std::io;
 use std::sync::{Arc, Mutex};
 
 use base::Gpa;
+use block::{Disk, MemImage};
 use pci::PciDevice;
 use testkit::conformance::{Subject, check};
 use testkit::{Buf, Guest, GuestQueue};
+use virtio::blk::Blk;
 use virtio::device::{VirtioDevice, status};
 use virtio::{Activation, Console, DeviceStatus, Rng, features};
 
@@ -23,6 +25,15 @@ fn console_conforms() {
     let null = File::options().write(true).open("/dev/null").unwrap();
     let make = || Box::new(Console::new(&null, None).unwrap().0) as Box<dyn VirtioDevice>;
     check(&Subject { make: &make, kind: 3, busy_queue: 1 });
+}
+
+#[test]
+fn block_conforms() {
+    let make = || {
+        let disk = Disk::in_memory(&MemImage::new(vec![0; 0x1_0000]), false);
+        Box::new(Blk::new(disk, &spec::Disk::new("memory"))) as Box<dyn VirtioDevice>
+    };
+    check(&Subject { make: &make, kind: 2, busy_queue: 0 });
 }
 
 #[test]
