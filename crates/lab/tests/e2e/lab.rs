@@ -53,16 +53,15 @@ impl Printed {
     }
 }
 
-/// The folder of the release programs.
-pub fn programs() -> &'static Path {
-    let lab = Path::new(env!("CARGO_BIN_EXE_tare-lab"));
-    let Some(folder) = lab.parent() else { panic!("{} has no folder", lab.display()) };
-    folder
+/// The folder of the programs under test: that of this build, or `$TARE_PROGRAMS`.
+pub fn programs() -> PathBuf {
+    let built = Path::new(env!("CARGO_BIN_EXE_tare-lab")).parent().map(Path::to_owned);
+    std::env::var_os("TARE_PROGRAMS").map(PathBuf::from).or(built).unwrap_or_default()
 }
 
 /// `tare-lab` itself, not yet started.
 pub fn tare_lab(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tare-lab"));
+    let mut command = Command::new(programs().join("tare-lab"));
     command.args(args).stdin(Stdio::null());
     command
 }
