@@ -74,9 +74,8 @@ impl Mmap {
 
     fn map(len: usize, flags: libc::c_int, fd: libc::c_int, offset: libc::off_t) -> io::Result<Self> {
         // SAFETY: no address hint is given, so the kernel picks free space and no existing mapping is touched.
-        let ptr = unsafe {
-            libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, offset)
-        };
+        let ptr =
+            unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, offset) };
         if ptr == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }

@@ -88,10 +88,11 @@ impl Reactor {
                 0
             }
         };
-        Ok(self.events.iter().take(n).map(|e| Ready {
-            token: e.u64,
-            hangup: e.events & (libc::EPOLLHUP | libc::EPOLLERR) as u32 != 0,
-        }))
+        Ok(self
+            .events
+            .iter()
+            .take(n)
+            .map(|e| Ready { token: e.u64, hangup: e.events & (libc::EPOLLHUP | libc::EPOLLERR) as u32 != 0 }))
     }
 }
 

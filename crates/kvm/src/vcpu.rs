@@ -85,7 +85,8 @@ impl Vcpu {
     /// # Errors
     /// [`KvmError::Call`].
     pub fn set_runnable(&self, runnable: bool) -> Result<(), KvmError> {
-        let mp_state = if runnable { kvm_bindings::KVM_MP_STATE_RUNNABLE } else { kvm_bindings::KVM_MP_STATE_UNINITIALIZED };
+        let mp_state =
+            if runnable { kvm_bindings::KVM_MP_STATE_RUNNABLE } else { kvm_bindings::KVM_MP_STATE_UNINITIALIZED };
         self.fd.set_mp_state(kvm_mp_state { mp_state }).map_err(call("KVM_SET_MP_STATE"))
     }
 

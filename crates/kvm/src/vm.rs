@@ -201,7 +201,8 @@ impl Vm {
                     }
                 }
                 Route::Msi { gsi, address, data } => {
-                    let mut entry = kvm_irq_routing_entry { gsi: gsi.0, type_: KVM_IRQ_ROUTING_MSI, ..Default::default() };
+                    let mut entry =
+                        kvm_irq_routing_entry { gsi: gsi.0, type_: KVM_IRQ_ROUTING_MSI, ..Default::default() };
                     entry.u.msi.address_lo = address as u32;
                     entry.u.msi.address_hi = (address >> 32) as u32;
                     entry.u.msi.data = data;
@@ -209,7 +210,8 @@ impl Vm {
                 }
             }
         }
-        let table = KvmIrqRouting::from_entries(&entries).map_err(|_| KvmError::Missing("room for that many interrupt routes"))?;
+        let table = KvmIrqRouting::from_entries(&entries)
+            .map_err(|_| KvmError::Missing("room for that many interrupt routes"))?;
         self.fd.set_gsi_routing(&table).map_err(call("KVM_SET_GSI_ROUTING"))
     }
 

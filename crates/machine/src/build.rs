@@ -94,7 +94,10 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
 fn check_host(spec: &spec::Vm, kvm: &Kvm) -> Result<(), Error> {
     let most = kvm.max_vcpus();
     if usize::from(spec.cpus.count) > most {
-        return Err(Error::TooMuch(format!("{} vCPUs are more than this host's KVM allows, {most}; ask for fewer with --cpus", spec.cpus.count)));
+        return Err(Error::TooMuch(format!(
+            "{} vCPUs are more than this host's KVM allows, {most}; ask for fewer with --cpus",
+            spec.cpus.count
+        )));
     }
     let available = host_memory();
     if available.is_some_and(|have| spec.memory.size > have) {

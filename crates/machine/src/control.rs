@@ -36,7 +36,11 @@ impl Control {
     /// # Errors
     /// When the host is out of descriptors.
     pub fn new() -> std::io::Result<Self> {
-        Ok(Self { outcome: Mutex::new(None), stop: AtomicBool::new(false), event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)? })
+        Ok(Self {
+            outcome: Mutex::new(None),
+            stop: AtomicBool::new(false),
+            event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+        })
     }
 
     /// Ends the run with `outcome`, unless it ended before.

@@ -164,7 +164,8 @@ impl VcpuLedger {
     #[must_use]
     pub fn new(id: u8, counters: &Counters, ns_per_tick: f64, guest_ns: u64, stats: &[StatValue]) -> Self {
         let kvm = plain(stats);
-        let halted_ns = kvm.get("halt_wait_ns").copied().unwrap_or(0) + kvm.get("halt_poll_success_ns").copied().unwrap_or(0);
+        let halted_ns =
+            kvm.get("halt_wait_ns").copied().unwrap_or(0) + kvm.get("halt_poll_success_ns").copied().unwrap_or(0);
         let run_ns = (counters.run_ticks as f64 * ns_per_tick) as u64;
         Self {
             id,
@@ -267,7 +268,11 @@ impl fmt::Display for Ledger {
                 writeln!(f, "{:<6} {:<11} {:<11} {:>12} {:>12.2}", v.id, e.reason, e.device, e.count, ms(e.ns))?;
             }
         }
-        writeln!(f, "{:<10} {:>10} {:>14} {:>14} {:>10} {:>10}", "device", "requests", "bytes read", "written", "kicks", "irqs")?;
+        writeln!(
+            f,
+            "{:<10} {:>10} {:>14} {:>14} {:>10} {:>10}",
+            "device", "requests", "bytes read", "written", "kicks", "irqs"
+        )?;
         for d in &self.devices {
             writeln!(
                 f,
@@ -382,6 +387,9 @@ mod tests {
         let v = VcpuLedger::new(0, &c, 2.0, 500, &[]);
         assert_eq!((v.kvm_ns, v.monitor_ns), (1500, 90));
         assert_eq!(v.exits.len(), 2);
-        assert_eq!((v.exits[0].reason, v.exits[0].device, v.exits[0].count, v.exits[0].ns), ("pio-write", "serial", 2, 80));
+        assert_eq!(
+            (v.exits[0].reason, v.exits[0].device, v.exits[0].count, v.exits[0].ns),
+            ("pio-write", "serial", 2, 80)
+        );
     }
 }

@@ -73,7 +73,8 @@ impl PciHost {
     /// [`Error::TooMuch`] when the bus is full, [`Error::Host`] when the host is out of descriptors or interrupts.
     pub fn add(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), Error> {
         let sink: &dyn MsiSink = &self.msi;
-        let mut function = VirtioPci::new(device, self.ram.clone(), sink).map_err(host("give a device its interrupts"))?;
+        let mut function =
+            VirtioPci::new(device, self.ram.clone(), sink).map_err(host("give a device its interrupts"))?;
         for placement in function.placements() {
             let at = self.next.next_multiple_of(placement.size);
             function.place(placement.bar, at);

@@ -102,8 +102,11 @@ impl Watch<'_> {
     fn until_over(&mut self, signals: &mut Signals, io: &ConsoleIo) -> Result<Outcome, Error> {
         let control = self.dispatch.control();
         let mut reactor = Reactor::new().map_err(host("make an epoll instance"))?;
-        for (source, token) in [(control.event().as_raw_fd(), CONTROL), (signals.as_raw_fd(), SIGNALS), (self.timer.as_raw_fd(), HALF_LINE)]
-        {
+        for (source, token) in [
+            (control.event().as_raw_fd(), CONTROL),
+            (signals.as_raw_fd(), SIGNALS),
+            (self.timer.as_raw_fd(), HALF_LINE),
+        ] {
             reactor.add(&source, token).map_err(host("watch a descriptor"))?;
         }
         for (source, token) in self.registry.sources(DEVICES) {
@@ -122,7 +125,8 @@ impl Watch<'_> {
                     (SIGNALS, _) => self.on_signals(signals, &mut asked),
                     (HALF_LINE, _) => self.dispatch.with_serial(SerialPort::flush),
                     (INPUT, Some(source)) => {
-                        if !self.on_input(source) {
+                        let more = self.on_input(source);
+                        if !more {
                             let _ = reactor.remove(source.file());
                             input = None;
                         }

@@ -9,8 +9,8 @@ use base::mmap::Mmap;
 use base::{Gpa, Hva, Seg};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{
-    AtomicAccess, ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap, MmapRegion,
-    VolatileSlice,
+    AtomicAccess, ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap, MmapRegion, VolatileSlice,
 };
 
 /// What can go wrong with guest memory.

@@ -119,7 +119,14 @@ impl SerialPort {
     #[must_use]
     pub fn new(line: Arc<EventFd>, out: Arc<File>, timer: Arc<Timer>) -> Self {
         let gather = Gather { out, buffer: Vec::with_capacity(GATHER) };
-        Self { uart: Serial::new(Line(line), gather), coalesced: None, waiting: Vec::new(), timer, armed: false, by_interrupt: false }
+        Self {
+            uart: Serial::new(Line(line), gather),
+            coalesced: None,
+            waiting: Vec::new(),
+            timer,
+            armed: false,
+            by_interrupt: false,
+        }
     }
 
     /// Takes transmit bytes from `coalesced` from now on.

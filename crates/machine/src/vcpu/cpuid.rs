@@ -56,7 +56,7 @@ pub fn table(inputs: &Inputs<'_>, id: u8) -> Vec<CpuidEntry> {
             }
             0x8000_001e => {
                 entry.eax = u32::from(id);
-                entry.ebx = (topology.threads - 1) << 8 | u32::from(id) / topology.threads;
+                entry.ebx = ((topology.threads - 1) << 8) | (u32::from(id) / topology.threads);
                 entry.ecx = 0;
             }
             _ => {}

@@ -160,7 +160,9 @@ fn finish_fatal(id: u8, vcpu: &Vcpu, what: &Fatal, detail: u32, dispatch: &Dispa
         Fatal::Internal => Outcome::GuestFault(format!(
             "KVM can't emulate an instruction of vCPU {id} at {rip:#x} (internal error {detail})"
         )),
-        Fatal::Entry(reason) => Outcome::GuestFault(format!("the CPU refuses to enter vCPU {id} at {rip:#x} ({reason:#x})")),
+        Fatal::Entry(reason) => {
+            Outcome::GuestFault(format!("the CPU refuses to enter vCPU {id} at {rip:#x} ({reason:#x})"))
+        }
         Fatal::Halted => Outcome::GuestFault(format!("vCPU {id} halted for good at {rip:#x}")),
         Fatal::Other(what) => Outcome::GuestFault(format!("vCPU {id} stopped at {rip:#x}: {what}")),
     };
