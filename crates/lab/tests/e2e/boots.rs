@@ -58,10 +58,10 @@ fn memory_at_the_edges_of_the_hole_and_many_vcpus() {
         r#"
 for size in 3071M 3072M 3073M 4G; do
     echo "== $size"
-    MEMORY=$size guest "echo cpus \$(nproc);grep MemTotal /proc/meminfo;$OFF"
+    MEMORY=$size guest "grep MemTotal /proc/meminfo;$OFF"
 done
 echo "== 16 vCPUs"
-guest "echo cpus \$(nproc);lscpu;$OFF" --cpus 16,sockets=2,threads=2
+guest "$ROOT_RO;echo cpus \$(nproc);chroot /mnt lscpu;$OFF" --cpus 16,sockets=2,threads=2 --disk path=/lab/root.ext4,readonly=on
 "#,
         &[],
     );

@@ -10,7 +10,8 @@ fn what_the_guest_writes_is_there_afterwards_and_the_file_system_is_clean() {
         r#"
 for mode in writeback,aio=io_uring writeback,aio=threads none; do
     echo "== $mode"
-    DISK="/lab/root.ext4,cache=$mode" guest "dd if=/dev/urandom of=/data bs=64k count=64 oflag=direct status=none;sha256sum /data;$OFF"
+    guest "$ROOT;dd if=/dev/urandom of=/mnt/data bs=64k count=64 2>/dev/null;sync;sha256sum /mnt/data;umount /mnt/*;umount /mnt;$OFF" \
+        --disk "path=/lab/root.ext4,cache=$mode"
     debugfs -R "dump /data /lab/data" /lab/root.ext4 2>/dev/null
     echo "here $(sha256sum </lab/data)"
     e2fsck -fn /lab/root.ext4 >/lab/fsck 2>&1
@@ -23,7 +24,7 @@ done
         let part = printed.part(mode);
         let sum =
             |end: &str| part.lines().find_map(|line| line.strip_suffix(end)).map(|sum| sum.trim_start_matches("here "));
-        let inside = sum("  /data").unwrap_or_else(|| panic!("no sum: {printed:#?}"));
+        let inside = sum("  /mnt/data").unwrap_or_else(|| panic!("no sum: {printed:#?}"));
         assert_eq!(Some(inside), sum("  -"), "{part}");
         assert!(part.contains("status 0") && part.contains("fsck 0"), "{part}");
     }
@@ -37,7 +38,7 @@ fn a_read_only_disk_is_read_only_and_unchanged() {
 truncate -s 64M /lab/second.raw
 mkfs.ext4 -q /lab/second.raw
 before=$(sha256sum </lab/second.raw)
-guest "cat /sys/block/vdb/ro;echo x >/dev/vdb || echo refused;blockdev --setrw /dev/vdb;echo x >/dev/vdb || echo refused;$OFF" \
+guest "cat /sys/block/vda/ro;echo x >/dev/vda || echo refused;blockdev --setrw /dev/vda;echo x >/dev/vda || echo refused;$OFF" \
     --disk path=/lab/second.raw,readonly=on
 [ "$before" = "$(sha256sum </lab/second.raw)" ] && echo unchanged
 "#,
@@ -54,11 +55,11 @@ fn a_full_host_disk_is_an_io_error_for_the_guest_and_no_end() {
 mkdir -p /lab/small
 mount -t tmpfs -o size=24m small /lab/small
 truncate -s 256M /lab/small/disk.raw
-guest "dd if=/dev/zero of=/dev/vdb bs=1M count=100 oflag=direct && echo all written;dd if=/dev/vdb of=/dev/null bs=1M count=8 status=none && echo still reads;$OFF" \
+guest "dd if=/dev/zero of=/dev/vda bs=1M count=100 oflag=direct && echo all written;dd if=/dev/vda of=/dev/null bs=1M count=8 && echo still reads;$OFF" \
     --disk path=/lab/small/disk.raw
 "#,
         &[],
     );
-    printed.shows("Input/output error").shows("still reads").shows("status 0");
+    printed.shows("I/O error").shows("still reads").shows("status 0");
     assert!(!printed.stdout.contains("all written"), "{printed:#?}");
 }

@@ -36,7 +36,7 @@ fn a_first_sigterm_presses_the_power_button_and_a_second_one_ends_the_run() {
         r#"
 # start NAME COMMAND LINE: the guest in the background, until it has said that it is up.
 start() {
-    tare run --kernel /lab/vmlinuz --initrd /lab/initrd.img --disk path=/lab/root.ext4 --memory 512M --cmdline "$2" </dev/null >/lab/$1.out 2>&1 &
+    tare run --kernel /lab/vmlinuz --initrd "${INITRD:-/lab/initrd.img}" --disk path=/lab/root.ext4 --memory 512M --cmdline "$2" </dev/null >/lab/$1.out 2>&1 &
     tare=$!
     for i in $(seq 600); do grep -q UP /lab/$1.out && break; sleep 0.2; done
     echo "== $1"
@@ -47,7 +47,9 @@ sleep 2
 kill -TERM $tare
 wait $tare
 echo "status $?"
-start deaf 'console=hvc0 quiet root=/dev/vda rw init=/bin/sh -- -c "echo UP;sleep 1000"'
+INITRD=/lab/small.img
+small_initrd
+start deaf 'console=hvc0 quiet -- -c "echo UP;sleep 1000"'
 kill -TERM $tare
 sleep 1
 kill -TERM $tare
