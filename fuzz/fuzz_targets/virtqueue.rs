@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rings full of anything, and a list of operations on a queue, on entropy and on the console, through the PCI face. The
+//! Rings full of anything, and a list of operations on a queue, on entropy, console and disk, through the PCI face. The
 //! harness is `testkit::virtqueue_ops`, which `cargo test -p virtio --test queue_model` also runs on random bytes.
 #![no_main]
 
