@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use kvm_bindings::{CpuId, Msrs, kvm_mp_state};
+use kvm_bindings::{CpuId, Msrs, kvm_mp_state, kvm_xcrs};
 use kvm_ioctls::VcpuFd;
 
 use crate::{CoalescedRing, CpuidEntry, Exit, KvmError, MsrEntry, Regs, Sregs, Stats, call};
@@ -78,6 +78,20 @@ impl Vcpu {
             return Err(KvmError::Call { call: "KVM_X86_SETUP_MCE", source: io::Error::last_os_error() });
         }
         Ok(())
+    }
+
+    /// Starts the guest with every extended state switched on in XCR0 that `xcr0` names (CPUID 0xd.0, edx:eax).
+    ///
+    /// A kernel sets XCR0 itself, and KVM, which intercepts that, then corrects the area size in CPUID 0xd. A KVM on an
+    /// emulated SVM never sees the write: the guest finds a size that contradicts its XCR0 and runs without AVX. Starting
+    /// with what the guest is about to set is right on both.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn set_xcr0(&self, xcr0: u64) -> Result<(), KvmError> {
+        let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..Default::default() };
+        xcrs.xcrs[0].value = xcr0;
+        self.fd.set_xcrs(&xcrs).map_err(call("KVM_SET_XCRS"))
     }
 
     /// Whether the vCPU runs now (`true`) or waits for its start-up IPI.

@@ -63,7 +63,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
     let mut serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
     let mut pci = PciHost::new(&vm, &ram);
     let registry = Registry::populate(spec, &mut pci, io)?;
-    let loaded = load(spec, &ram)?;
+    let loaded = load(spec, &ram, !pci.is_empty())?;
 
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));
     let supported = kvm.supported_cpuid()?;
@@ -75,7 +75,9 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
             tsc_deadline: kvm.has_tsc_deadline(),
             tsc_khz: vcpu.tsc_khz(),
         };
-        vcpu.set_cpuid(&cpuid::table(&inputs, id))?;
+        let table = cpuid::table(&inputs, id);
+        vcpu.set_cpuid(&table)?;
+        setup::extended_state(&vcpu, &table)?;
         setup::msrs(&vcpu)?;
         vcpu.set_machine_check_banks(1)?;
         vcpus.push(vcpu);
@@ -127,14 +129,15 @@ fn serial(vm: &Vm, io: &ConsoleIo, timer: Arc<Timer>) -> Result<SerialPort, Erro
 }
 
 /// Puts kernel, initrd, command line and tables into guest memory.
-fn load(spec: &spec::Vm, ram: &GuestRam) -> Result<boot::Entry, Error> {
+fn load(spec: &spec::Vm, ram: &GuestRam, with_pci: bool) -> Result<boot::Entry, Error> {
     let serial = Serial { port: layout::SERIAL_PORT, gsi: layout::SERIAL_GSI };
     let high_end = ram.regions().map(|(at, size, _)| at.0 + size).max().unwrap_or(0).max(mem::HIGH_START);
     let platform = Platform {
         apic_ids: (0..u32::from(spec.cpus.count)).collect(),
         lapic: Gpa(0xfee0_0000),
         ioapic: Gpa(0xfec0_0000),
-        ecam: Some(Ecam { base: layout::ECAM.0, buses: 1 }),
+        // A bus without devices would only be probed: four hundred exits and two dozen lines of boot log.
+        ecam: with_pci.then_some(Ecam { base: layout::ECAM.0, buses: 1 }),
         conf1: false,
         pci_window32: layout::PCI_WINDOW,
         pci_window64: (Gpa(high_end.next_multiple_of(1 << 30)), layout::PCI_WINDOW_HIGH),

@@ -67,6 +67,12 @@ impl PciHost {
         }
     }
 
+    /// Whether there is nothing on the bus but its host bridge.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.devices.is_empty()
+    }
+
     /// Puts `device` into the next slot, its BARs at the next addresses.
     ///
     /// # Errors

@@ -5,7 +5,7 @@
 //! written by `boot`. Follows Documentation/arch/x86/boot.rst ("64-bit Boot Protocol") and the PVH entry ABI.
 
 use boot::{Entry, LongMode};
-use kvm::{KvmError, MsrEntry, Regs, Segment, Vcpu};
+use kvm::{CpuidEntry, KvmError, MsrEntry, Regs, Segment, Vcpu};
 
 const CR0_PE: u64 = 1;
 const CR0_ET: u64 = 1 << 4;
@@ -45,6 +45,17 @@ pub fn boot_vcpu(vcpu: &Vcpu, entry: &Entry) -> Result<(), KvmError> {
 pub fn msrs(vcpu: &Vcpu) -> Result<(), KvmError> {
     let set = |index, data| MsrEntry { index, data, ..Default::default() };
     vcpu.set_msrs(&[set(MSR_MISC_ENABLE, MISC_ENABLE_FAST_STRING), set(MSR_MTRR_DEF_TYPE, MTRR_ENABLE_WRITE_BACK)])
+}
+
+/// Extended state that every vCPU starts with: all that its CPUID table offers.
+///
+/// # Errors
+/// [`KvmError`].
+pub fn extended_state(vcpu: &Vcpu, table: &[CpuidEntry]) -> Result<(), KvmError> {
+    match table.iter().find(|e| e.function == 0xd && e.index == 0) {
+        Some(leaf) if leaf.eax != 0 => vcpu.set_xcr0(u64::from(leaf.edx) << 32 | u64::from(leaf.eax)),
+        _ => Ok(()),
+    }
 }
 
 fn set_segments(vcpu: &Vcpu, tables: &LongMode, long: bool) -> Result<(), KvmError> {
