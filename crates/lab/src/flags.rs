@@ -33,7 +33,7 @@ pub enum Command {
 /// `tare-lab run`.
 #[derive(Args, Debug)]
 pub struct Run {
-    /// Suite to run; see 'tare-lab list'
+    /// Suite to run, or one part of it as SUITE/PART; see 'tare-lab list'
     pub suite: String,
     /// Who is measured: names from 'tare-lab list', or NAME=COMMAND TEMPLATE for any other monitor; may be given again
     #[arg(long, default_value = "native,qemu,tare", value_name = "LIST")]

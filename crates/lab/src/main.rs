@@ -124,19 +124,7 @@ fn choose(flag: PlaceFlag, tare: Option<&Path>) -> Result<Box<dyn Place>> {
     if !direct {
         return Ok(Box::new(place::lab::Lab::open(tare, &say)?));
     }
-    let cache = host::cache::Cache::open()?;
-    let guest = host::image::guest(&cache, &say)?;
-    let text = |path: &Path| path.to_str().map(str::to_owned).context("the cache folder's path is not UTF-8");
-    let paths = place::Paths {
-        kernel: text(&guest.kernel())?,
-        initrd: text(&guest.initrd())?,
-        disk: text(&guest.disk())?,
-        copy_disk: true,
-        root: "/dev/vda".to_owned(),
-        work: text(&cache.root().join("work"))?,
-        tare: tare.map(text).transpose()?.unwrap_or_default(),
-    };
-    Ok(Box::new(place::direct::Direct::new(paths, guest.release().ok())?))
+    Ok(Box::new(place::direct::Direct::open(tare, &say)?))
 }
 
 fn versions(subjects: &[Subject], tare: Option<&Path>) -> BTreeMap<String, String> {

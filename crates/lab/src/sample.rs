@@ -21,6 +21,8 @@ pub struct Order {
     pub command: Vec<String>,
     /// Directory of this sample; made and removed by the script.
     pub scratch: String,
+    /// A small file to put into `scratch`: name and content.
+    pub file: Option<(String, Vec<u8>)>,
     /// An image to copy before the sample starts, and where to.
     pub copy: Option<(String, String)>,
     /// Guest memory in MiB; 0 for native.
@@ -49,6 +51,14 @@ impl Order {
             ("LAB_ALONE", if self.alone { "1".to_owned() } else { String::new() }),
         ] {
             let _ = writeln!(out, "{name}={}", quote(&value));
+        }
+        if let Some((name, bytes)) = &self.file {
+            let mut text = String::with_capacity(bytes.len() * 4);
+            for byte in bytes {
+                // Octal: the only escape that every printf knows.
+                let _ = write!(text, "\\{byte:03o}");
+            }
+            let _ = writeln!(out, "mkdir -p \"$LAB_SCRATCH\" && printf '{text}' >\"$LAB_SCRATCH\"/{name}");
         }
         let words: Vec<String> = self.command.iter().map(|word| quote(word)).collect();
         let _ = writeln!(out, "set -- {}", words.join(" "));
@@ -211,6 +221,7 @@ pub(crate) mod tests {
         Order {
             command: vec!["sh".into(), "-c".into(), script.into()],
             scratch: scratch.display().to_string(),
+            file: None,
             copy: None,
             guest_mib: 0,
             poll: Duration::from_millis(2),
@@ -232,6 +243,16 @@ pub(crate) mod tests {
         assert!(sample.exits(Some("begin a"), "end a").is_none(), "no VM, no counters");
         assert!(sample.need("ready").unwrap_err().to_string().contains("exit status 3"));
         assert!(!std::path::Path::new(&order.scratch).exists(), "the scratch directory is removed");
+    }
+
+    #[test]
+    fn a_file_comes_along_byte_for_byte() {
+        let mut with = order("od -An -v -tu1 -w8 f", "file");
+        let bytes: Vec<u8> = (0..=255).collect();
+        with.file = Some(("f".to_owned(), bytes.clone()));
+        let text = run_here(&with).console;
+        let read: Vec<u8> = text.split_whitespace().map(|word| word.parse().unwrap()).collect();
+        assert_eq!(read, bytes);
     }
 
     #[test]

@@ -16,8 +16,8 @@ use crate::place::Place;
 use crate::price::Exits;
 use crate::report::Figure;
 use crate::sample::{Order, Sample};
-use crate::scenario::Bundle;
-use crate::subject::Subject;
+use crate::scenario::{Bundle, init};
+use crate::subject::{Console, Subject};
 
 /// Tries of one sample before it counts as missing.
 pub const TRIES: u32 = 3;
@@ -198,6 +198,14 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
     let private = format!("{scratch}/root.raw");
     let copy = bundle.needs_disk() && paths.copy_disk && !subject.is_native();
     let console = bundle.console(subject);
+    // A boot brings its own initrd: a tiny one in the script, or the place's with the modules of a virtio console.
+    let boots = !bundle.needs_disk();
+    let file = (boots && console == Console::Serial).then(|| ("initrd".to_owned(), init::initrd(&[])));
+    let initrd = match (&file, boots) {
+        (Some(_), _) => format!("{scratch}/initrd"),
+        (None, true) => paths.console_initrd.clone(),
+        (None, false) => paths.initrd.clone(),
+    };
     let command = if subject.is_native() {
         bundle.native(&format!("{scratch}/data"))
     } else {
@@ -205,7 +213,7 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         let json = serde_json::to_string(&cmdline)?;
         let mut values: BTreeMap<&str, String> = BTreeMap::from([
             ("kernel", paths.kernel.clone()),
-            ("initrd", paths.initrd.clone()),
+            ("initrd", initrd),
             ("cmdline_json", json.trim_matches('"').to_owned()),
             ("cmdline", cmdline),
             ("memory_mib", bundle.memory_mib.to_string()),
@@ -222,6 +230,7 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
     Ok(Order {
         command,
         scratch,
+        file,
         copy: copy.then(|| (paths.disk.clone(), private)),
         guest_mib: if subject.is_native() { 0 } else { bundle.memory_mib },
         poll: Duration::from_millis(bundle.poll_millis()),
@@ -280,7 +289,7 @@ mod tests {
         assert_eq!(ledger.taken[0].exits[0].1.total, 4000);
         let asked = place.asked.lock().unwrap();
         assert_eq!(asked.iter().filter(|script| script.contains("'/bin/tare' 'run'")).count(), 6);
-        assert!(asked.iter().all(|script| script.contains("rdinit=/bin/sh") && !script.contains("root.raw")));
+        assert!(asked.iter().all(|script| (script.contains("/initrd'") || script.contains("'/ci'")) && !script.contains("root.raw")));
     }
 
     #[test]

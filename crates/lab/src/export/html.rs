@@ -228,7 +228,8 @@ fn boots(report: &Report, out: &mut String) -> Result<()> {
     if !plots.is_empty() {
         writeln!(
             out,
-            "<section><h2>Boot</h2><p><b>boot</b>: serial console with all kernel messages, the same for every monitor. \
+            "<section><h2>Boot</h2><p>A stock kernel with an initrd of one small program. <b>boot</b>: serial console with all kernel \
+             messages, the same for every monitor. \
              <b>boot quiet</b>: <code>quiet</code>, each monitor on its own default console.</p>{plots}</section>"
         )?;
     }

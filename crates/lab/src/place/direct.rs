@@ -4,28 +4,53 @@
 //! One bash per sample, in its own process group and with a parent-death signal, so that nothing outlives the run. One lane:
 //! samples side by side would take each other's time.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::{Facts, Paths, Place};
+use super::{Facts, Paths, Place, console_initrd, nameless, path_of};
+use crate::host::cache::Cache;
+use crate::host::{Progress, image};
 use crate::interrupt;
 
 /// This host.
 pub struct Direct {
     paths: Paths,
     guest_kernel: Option<String>,
+    _console_initrd: Option<File>,
 }
 
 impl Direct {
+    /// Makes the guests' images, or finds them in the cache.
+    pub fn open(tare: Option<&Path>, progress: Progress<'_>) -> Result<Self> {
+        let cache = Cache::open()?;
+        let guest = image::guest(&cache, progress)?;
+        let release = guest.release()?;
+        let small = nameless(cache.root(), &console_initrd(&guest.disk(), &release, cache.root())?)?;
+        let text = |path: &Path| path.to_str().map(str::to_owned).context("the cache folder's path is not UTF-8");
+        let paths = Paths {
+            kernel: text(&guest.kernel())?,
+            initrd: text(&guest.initrd())?,
+            console_initrd: path_of(&small),
+            disk: text(&guest.disk())?,
+            copy_disk: true,
+            root: "/dev/vda".to_owned(),
+            work: text(&cache.root().join("work"))?,
+            tare: tare.map(text).transpose()?.unwrap_or_default(),
+        };
+        Ok(Self { guest_kernel: Some(release), _console_initrd: Some(small), ..Self::at(paths)? })
+    }
+
     /// A place that works in `paths.work`.
-    pub fn new(paths: Paths, guest_kernel: Option<String>) -> Result<Self> {
+    fn at(paths: Paths) -> Result<Self> {
         std::fs::create_dir_all(&paths.work)
             .with_context(|| format!("can't make the work directory {}", paths.work))?;
-        Ok(Self { paths, guest_kernel })
+        Ok(Self { paths, guest_kernel: None, _console_initrd: None })
     }
 }
 
@@ -119,7 +144,7 @@ mod tests {
 
     fn place(dir: &std::path::Path) -> Direct {
         let work = dir.join("it's here").display().to_string();
-        Direct::new(Paths { work, ..Paths::default() }, None).unwrap()
+        Direct::at(Paths { work, ..Paths::default() }).unwrap()
     }
 
     #[test]

@@ -4,12 +4,13 @@
 //! Each sample gets a fresh clone with instruction-counted time, so samples can run side by side without touching each
 //! other's figures, and the guests' disk needs no copy. A machine that locks up is ended by a limit on real time.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
-use super::{Facts, Paths, Place};
+use super::{Facts, Paths, Place, console_initrd, nameless, path_of};
 use crate::host::cache::Cache;
 use crate::host::clone::{self, Bring, Job};
 use crate::host::qemu::{self, Mode};
@@ -19,10 +20,12 @@ use crate::interrupt;
 
 /// Where the runner's script is put.
 const SCRIPT: &str = "/lab/sample.sh";
+/// Where the small initrd is put.
+const CONSOLE_INITRD: &str = "/lab/console-initrd.img";
 /// Real seconds that a second of the machine's clock may take, at worst, with other clones beside it.
 const SLOWDOWN: u32 = 20;
 /// The longest any sample may take here, whatever its clock says.
-const LONGEST: Duration = Duration::from_secs(600);
+const LONGEST: Duration = Duration::from_secs(900);
 
 /// The lab.
 pub struct Lab {
@@ -31,6 +34,7 @@ pub struct Lab {
     paths: Paths,
     tare: Option<PathBuf>,
     release: String,
+    console_initrd: File,
 }
 
 impl Lab {
@@ -42,13 +46,15 @@ impl Lab {
         let paths = Paths {
             kernel: inside::KERNEL.to_owned(),
             initrd: inside::INITRD.to_owned(),
+            console_initrd: CONSOLE_INITRD.to_owned(),
             disk: inside::DISK.to_owned(),
             copy_disk: false,
             root: "/dev/vda".to_owned(),
             work: "/lab/work".to_owned(),
             tare: format!("{}/tare", inside::BIN),
         };
-        Ok(Self { cache, snapshot, paths, tare: tare.map(Path::to_owned), release })
+        let small = nameless(cache.root(), &console_initrd(&snapshot.guest().disk(), &release, cache.root())?)?;
+        Ok(Self { cache, snapshot, paths, tare: tare.map(Path::to_owned), release, console_initrd: small })
     }
 }
 
@@ -90,20 +96,18 @@ impl Place for Lab {
     }
 
     fn run(&self, script: &str, limit: Duration) -> Result<String> {
-        let file =
-            self.cache.root().join(format!("sample-{}-{:?}.sh", std::process::id(), std::thread::current().id()));
-        std::fs::write(&file, script).with_context(|| format!("can't write {}", file.display()))?;
-        let outcome = self.run_file(&file, limit);
-        let _ = std::fs::remove_file(&file);
-        outcome
+        let file = nameless(self.cache.root(), script.as_bytes())?;
+        self.run_file(Path::new(&path_of(&file)), limit)
     }
 }
 
 impl Lab {
     fn run_file(&self, script: &Path, limit: Duration) -> Result<String> {
-        let mut files = vec![Bring { source: script.to_owned(), target: SCRIPT.to_owned(), mode: 0o755 }];
+        let bring =
+            |source: &Path, target: &str| Bring { source: source.to_owned(), target: target.to_owned(), mode: 0o755 };
+        let mut files = vec![bring(script, SCRIPT), bring(Path::new(&path_of(&self.console_initrd)), CONSOLE_INITRD)];
         if let Some(tare) = &self.tare {
-            files.push(Bring { source: tare.clone(), target: self.paths.tare.clone(), mode: 0o755 });
+            files.push(bring(tare, &self.paths.tare));
         }
         let job = Job {
             files,

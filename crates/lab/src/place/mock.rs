@@ -24,6 +24,7 @@ impl Mock {
         let paths = Paths {
             kernel: "/k".into(),
             initrd: "/i".into(),
+            console_initrd: "/ci".into(),
             disk: "/d".into(),
             copy_disk: false,
             root: "/dev/vda".into(),

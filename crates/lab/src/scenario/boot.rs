@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Suite `boot`: from the start of the monitor to the first line of user space, of a stock kernel with its stock initrd.
+//! Suite `boot`: from the start of the monitor to the first line of user space, of a stock kernel with the smallest user
+//! space there is (see `init`).
 //!
 //! Two bundles: a serial console with all kernel messages, the same for every monitor; and `quiet` on the monitor's own
 //! default console.
@@ -9,10 +10,6 @@ use anyhow::{Result, bail};
 use super::{Bundle, Kind};
 use crate::report::{Better, Figure};
 use crate::sample::Sample;
-
-/// What the guest's first process runs: the line, a moment for reading counters, power off.
-pub const INIT: &str = "m=@@;echo ${m}lab ready;sleep 1;mkdir -p /proc;mount -t proc p /proc;echo ${m}lab done;\
-    echo o >/proc/sysrq-trigger;sleep 9";
 
 /// The bundles of the suite.
 pub fn bundles() -> Vec<Bundle> {
