@@ -12,7 +12,7 @@ use std::time::SystemTime;
 use anyhow::{Context, Result};
 
 /// Things of one kind that are kept; the least recently used go first.
-const KEEP: usize = 3;
+const KEEP: usize = 2;
 
 /// A running hash (FNV-1a, 128 bits) over everything that decides what a build gives. Not for hostile input.
 #[derive(Debug, Clone, Copy)]
@@ -239,6 +239,6 @@ mod tests {
         assert!(!dead.exists());
         assert!(other.exists(), "another kind is not touched");
         let left: Vec<bool> = (0..KEEP + 2).map(|n| cache.find("l1", key(n)).is_some()).collect();
-        assert_eq!(left, [false, false, true, true, true]);
+        assert_eq!(left, [false, false, true, true]);
     }
 }

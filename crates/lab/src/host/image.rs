@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
 use super::cache::Cache;
 use super::process::{Mortal, output, run};
@@ -76,7 +76,6 @@ pub fn guest(cache: &Cache, progress: Progress<'_>) -> Result<Guest> {
         fs::write(folder.join("release"), &kernel)?;
         fs::write(root.join("etc/fstab"), "/dev/vda / ext4 defaults 0 1\n")?;
         fs::write(root.join("etc/hostname"), "guest\n")?;
-        // A console without a password: the guest is the lab's own.
         fs::write(root.join("etc/machine-id"), "")?;
         let disk = folder.join("root.ext4");
         File::create(&disk)?.set_len(recipe::GUEST_DISK)?;
@@ -91,38 +90,58 @@ pub fn guest(cache: &Cache, progress: Progress<'_>) -> Result<Guest> {
     Ok(Guest { folder })
 }
 
-/// The lab machine's root as an uncompressed initramfs without an agent, built if it is not there.
+/// Both images: the guests' Debian and the lab machine's root, an uncompressed initramfs without an agent. What has to
+/// be fetched is fetched side by side.
 ///
 /// # Errors
 /// As [`guest`].
-pub fn machine_root(cache: &Cache, guest: &Guest, progress: Progress<'_>) -> Result<PathBuf> {
-    let folder = cache.get("machine", recipe::machine_key(), &mut |folder| {
+pub fn both(cache: &Cache, progress: Progress<'_>) -> Result<(Guest, PathBuf)> {
+    if let Some(root) = cache.find("machine", recipe::machine_key()) {
+        return Ok((guest(cache, progress)?, root.join(ROOT_ARCHIVE)));
+    }
+    std::thread::scope(|scope| {
+        let base = scope.spawn(|| machine_base(cache));
+        let guest = guest(cache, progress)?;
         progress("lab machine: fetching Debian", None);
-        let root = folder.join("root");
-        bootstrap(
-            &root,
-            recipe::MACHINE_PACKAGES,
-            &["/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*"],
-            folder,
-        )?;
+        let base = base.join().map_err(|_| anyhow!("the thread that fetched the lab machine's Debian panicked"))??;
+        let root = machine_root(cache, &guest, &base, progress)?;
+        Ok((guest, root))
+    })
+}
+
+/// Name of the lab machine's root in its folder.
+const ROOT_ARCHIVE: &str = "root.cpio";
+
+/// The lab machine's Debian as a folder.
+fn machine_base(cache: &Cache) -> Result<PathBuf> {
+    let folder = cache.get("base", recipe::machine_base_key(), &mut |folder| {
+        let leave_out = ["/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*"];
+        bootstrap(&folder.join("root"), recipe::MACHINE_PACKAGES, &leave_out, folder)
+    })?;
+    Ok(folder.join("root"))
+}
+
+fn machine_root(cache: &Cache, guest: &Guest, base: &Path, progress: Progress<'_>) -> Result<PathBuf> {
+    let folder = cache.get("machine", recipe::machine_key(), &mut |folder| {
         progress("lab machine: packing its root", None);
+        let (root, log) = (folder.join("root"), folder.join("log"));
+        run(Command::new("cp").arg("-a").arg(base).arg(&root), TOOL, &log)?;
         for drop in recipe::MACHINE_DROPS {
             remove(&root.join(drop))?;
         }
-        for path in ["var/log", "var/cache", "var/lib/apt", "boot", "etc/tare", "lab"] {
+        for path in ["var/log", "var/cache", "var/lib/apt", "boot", "etc/tare", "lab", "usr/lib/modules"] {
             fs::create_dir_all(root.join(path))?;
         }
         let mut copy = Command::new("cp");
         copy.arg("-a").arg(guest.folder.join("modules/.")).arg(root.join("usr/lib/modules"));
-        fs::create_dir_all(root.join("usr/lib/modules"))?;
-        run(&mut copy, TOOL, &folder.join("log"))?;
+        run(&mut copy, TOOL, &log)?;
         fs::write(root.join("etc/tare/modules"), recipe::MODULES)?;
         fs::write(root.join("init"), recipe::INIT)?;
         fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755))?;
-        pack(&root, &folder.join("root.cpio"))?;
+        pack(&root, &folder.join(ROOT_ARCHIVE))?;
         fs::remove_dir_all(&root).with_context(|| format!("remove {}", root.display()))
     })?;
-    Ok(folder.join("root.cpio"))
+    Ok(folder.join(ROOT_ARCHIVE))
 }
 
 /// A second, small archive that puts the agent into the root.

@@ -27,7 +27,6 @@ pub const GUEST_PACKAGES: &[&str] = &[
     "e2fsprogs",
     "procps",
     "sysbench",
-    "fio",
 ];
 
 /// The lab machine's root: the peers, the workloads and what it takes to look at them.
@@ -35,7 +34,6 @@ pub const MACHINE_PACKAGES: &[&str] = &[
     "qemu-system-x86",
     "qemu-utils",
     "sysbench",
-    "fio",
     "busybox-static",
     "kmod",
     "iproute2",
@@ -93,14 +91,18 @@ pub fn guest_key() -> Key {
         .with("disk", GUEST_DISK.to_string())
 }
 
+/// Key of the lab machine's Debian before anything is dropped from it or added.
+#[must_use]
+pub fn machine_base_key() -> Key {
+    Key::default().with("edition", EDITION).with("release", RELEASE).with("packages", MACHINE_PACKAGES.join(" "))
+}
+
 /// Key of the lab machine's root.
 #[must_use]
 pub fn machine_key() -> Key {
     Key::default()
-        .with("edition", EDITION)
-        .with("release", RELEASE)
+        .with("base", machine_base_key().name())
         .with("guest", guest_key().name())
-        .with("packages", MACHINE_PACKAGES.join(" "))
         .with("drops", MACHINE_DROPS.join(" "))
         .with("init", INIT)
         .with("modules", MODULES)

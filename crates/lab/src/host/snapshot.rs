@@ -51,8 +51,7 @@ impl Snapshot {
     /// When a tool is missing or fails, or the machine does not come up.
     pub fn get(cache: &Cache, mode: Mode, stop: &dyn Fn() -> bool, progress: Progress<'_>) -> Result<Self> {
         let agent = find_agent()?;
-        let guest = image::guest(cache, progress)?;
-        let root = image::machine_root(cache, &guest, progress)?;
+        let (guest, root) = image::both(cache, progress)?;
         let kind = format!("snapshot-{}", mode.name());
         let folder = cache.get(&kind, key(mode)?, &mut |folder| {
             build(mode, folder, &guest, &root, &agent, stop, progress)
