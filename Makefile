@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 # How long each fuzz target runs under `make test` and `make fuzz`.
 FUZZ_SECONDS ?= 60
 
-.PHONY: help demo test check unit fuzz e2e build deps clean-cache
+.PHONY: help demo test check unit fuzz e2e bench-exit build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +34,10 @@ fuzz: ## each fuzz target for FUZZ_SECONDS (60)
 
 e2e: deps build ## boot real kernels under tare in the lab
 	cargo test --release -p lab --test e2e --locked -- --ignored --test-threads=1
+
+bench-exit: deps build ## what the ledger costs: the same exits with accounting on and off, and the ratio
+	cargo build --release --locked -p machine --example exit_cost
+	target/release/tare-lab host once --counted --put target/release/examples/exit_cost:/lab/bin/exit_cost exit_cost 2000
 
 build: ## the release programs
 	cargo build --release --locked -p tare -p lab -p agent

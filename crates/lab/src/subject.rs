@@ -24,7 +24,7 @@ pub const VARIABLES: &[(&str, &str)] = &[
 ];
 
 const TARE: &str = "{tare} run --kernel {kernel} [--initrd {initrd}] --cmdline {cmdline} --cpus {cpus} \
-    --memory {memory_mib}M [--disk path={disk},cache=writeback] --console {console}";
+    --memory {memory_mib}M [--disk path={disk},cache=writeback] --console {console} --no-rng";
 const QEMU: &str = "qemu-system-x86_64 -M pc -nodefaults -no-user-config -display none -enable-kvm -cpu host -smp {cpus} \
     -m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} \
     [-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] \
