@@ -67,7 +67,7 @@ fn boot(kernel: &Kernel) -> Printed {
 mkdir -p /lab/own.modules
 tar -xf /lab/modules.tar -C /lab/own.modules
 pack_initrd /lab/own.img /lab/own.modules/*.ko
-timeout 300 tare run --kernel /lab/own --initrd /lab/own.img --disk path=/lab/root.ext4,readonly=on --cpus 2 --memory 512M --console serial \
+timeout -k 5 150 tare run --kernel /lab/own --initrd /lab/own.img --disk path=/lab/root.ext4,readonly=on --cpus 2 --memory 512M --console serial \
     --cmdline "console=ttyS0 quiet panic=-1 -- -c \"echo up: \$(uname -r);mount -o ro /dev/vda /mnt;grep PRETTY /mnt/etc/os-release;echo cpus: \$(nproc);$OFF\"" </dev/null
 echo "status $?"
 "#;

@@ -47,7 +47,7 @@ small_initrd() {
     mount -o loop,ro /lab/root.ext4 /lab/stock
     # shellcheck disable=SC2046
     pack_initrd /lab/small.img $(modprobe -d /lab/stock -S "$(uname -r)" --show-depends -a \
-        virtio_pci virtio_blk virtio_console virtio_rng | awk '$1 == "insmod" && !seen[$2]++ { print $2 }')
+        virtio_pci virtio_blk virtio_console virtio_rng pvpanic-mmio | awk '$1 == "insmod" && !seen[$2]++ { print $2 }')
     umount /lab/stock
 }
 
@@ -57,7 +57,7 @@ guest() {
     script=$1
     shift
     [ -e /lab/small.img ] || small_initrd
-    timeout 300 tare run --kernel /lab/vmlinuz --initrd /lab/small.img --memory "${MEMORY:-256M}" \
+    timeout -k 5 150 tare run --kernel /lab/vmlinuz --initrd /lab/small.img --memory "${MEMORY:-256M}" \
         --cmdline "console=hvc0 quiet panic=${PANIC:--1} ${MORE:-} -- -c \"$script\"" "$@" </dev/null
     echo "status $?"
 }

@@ -12,4 +12,5 @@ mod endings;
 mod kernels;
 mod lab;
 mod leftovers;
+mod machine;
 mod refusals;
