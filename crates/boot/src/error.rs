@@ -40,8 +40,10 @@ pub enum BootError {
         have: u64,
     },
     /// The file contradicts itself.
-    #[error("kernel {} is damaged: {what}; copy or build it again", path.display())]
+    #[error("{role} {} is damaged: {what}; copy or build it again", path.display())]
     Malformed {
+        /// "kernel" or "initrd".
+        role: &'static str,
         /// The file.
         path: PathBuf,
         /// The contradiction.

@@ -32,12 +32,13 @@ pub use load::load;
 pub use platform::{Ecam, Platform, PmPorts, Serial};
 pub use source::Source;
 
-/// Who unpacks a compressed kernel.
+/// Who unpacks a compressed kernel and a compressed initrd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Decompress {
     /// The guest does, with the code in its own image ("before").
     Guest,
-    /// tare does, straight into guest memory, whenever it knows the format; else the guest. Keeps KASLR.
+    /// tare does, straight into guest memory, whenever it knows the format; else the guest. Keeps KASLR. An initrd is
+    /// unpacked only if it then takes no more than a quarter of RAM.
     #[default]
     Monitor,
 }
@@ -51,7 +52,7 @@ pub struct Guest<'a> {
     pub initrd: Option<Source<'a>>,
     /// Kernel command line, without a terminating NUL.
     pub cmdline: &'a str,
-    /// Who unpacks the kernel.
+    /// Who unpacks the kernel and the initrd.
     pub decompress: Decompress,
     /// Fresh random bits for KASLR when tare unpacks; `None` loads at the default address, as `nokaslr` does.
     pub seed: Option<u64>,
@@ -98,7 +99,7 @@ pub struct LongMode {
 pub struct Loaded {
     /// How to start it.
     pub entry: Entry,
-    /// One line for the user's timeline: format, compression, who unpacked it.
+    /// One line for the user's timeline: format, compression, who unpacked it; the same of the initrd, if there is one.
     pub how: String,
     /// Where the kernel image lies: first byte and length in bytes, its bss included.
     pub kernel: (Gpa, u64),

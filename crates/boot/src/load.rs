@@ -8,7 +8,7 @@ use mem::GuestRam;
 use crate::bzimage::{BzImage, ENTRY_64, PROBE};
 use crate::e820::Range;
 use crate::elf::{Elf, HEAD};
-use crate::initrd::Room;
+use crate::initrd::{Placed, Room};
 use crate::layout::{START_INFO, ZERO_PAGE};
 use crate::unpack::{Format, Outcome};
 use crate::zero_page::{ZeroPage, bare_header};
@@ -68,7 +68,7 @@ impl Boot<'_> {
         let format = Format::of(&magic).name();
         let mut why = "as asked";
         if self.guest.decompress == Decompress::Monitor {
-            let free_end = initrd.map_or(self.low_end, |(at, _)| at.0.min(self.low_end));
+            let free_end = initrd.as_ref().map_or(self.low_end, |i| i.at.0.min(self.low_end));
             let to = kaslr::place(bz, free_end, self.guest.cmdline, self.guest.seed);
             match unpack::unpack(self.ram, file, bz, to)? {
                 Outcome::Done(entry) => {
@@ -111,14 +111,16 @@ impl Boot<'_> {
                 hint: "use an x86_64 bzImage or vmlinux",
             });
         };
+        let (initrd, how) = with_initrd("ELF, PVH entry".into(), initrd);
         pvh::write(self.ram, self.map, initrd, self.rsdp)?;
         let tables = long_mode::write(self.ram, end)?;
         let entry = Entry::Pvh { rip: Gpa(entry), rbx: START_INFO, tables };
-        Ok(Loaded { entry, how: "ELF, PVH entry".into(), kernel, initrd })
+        Ok(Loaded { entry, how, kernel, initrd })
     }
 
-    fn linux(&self, linux: Linux, initrd: Option<(Gpa, u64)>) -> Result<Loaded, BootError> {
+    fn linux(&self, linux: Linux, initrd: Option<Placed>) -> Result<Loaded, BootError> {
         let Linux { header, kernel, entry, kaslr, how } = linux;
+        let (initrd, how) = with_initrd(how, initrd);
         ZeroPage { header, initrd, e820: self.map, rsdp: self.rsdp, kaslr }.write(self.ram)?;
         let tables = long_mode::write(self.ram, kernel.0.0 + kernel.1)?;
         Ok(Loaded { entry: Entry::Linux64 { rip: entry, rsi: ZERO_PAGE, tables }, how, kernel, initrd })
@@ -132,8 +134,17 @@ impl Boot<'_> {
         Ok(())
     }
 
-    fn initrd(&self, room: Room) -> Result<Option<(Gpa, u64)>, BootError> {
-        self.guest.initrd.as_ref().map_or(Ok(None), |file| initrd::load(self.ram, file, room))
+    fn initrd(&self, room: Room) -> Result<Option<Placed>, BootError> {
+        let Some(file) = &self.guest.initrd else { return Ok(None) };
+        initrd::load(self.ram, file, room, self.guest.decompress)
+    }
+}
+
+/// Where the initrd lies, and its part of the user's line.
+fn with_initrd(how: String, initrd: Option<Placed>) -> (Option<(Gpa, u64)>, String) {
+    match initrd {
+        Some(Placed { at, len, how: also }) => (Some((at, len)), format!("{how}; {also}")),
+        None => (None, how),
     }
 }
 

@@ -134,6 +134,6 @@ impl<'a> Source<'a> {
 
     /// A contradiction in this file.
     pub(crate) fn malformed(&self, what: impl Into<String>) -> BootError {
-        BootError::Malformed { path: self.path.into(), what: what.into() }
+        BootError::Malformed { role: self.role, path: self.path.into(), what: what.into() }
     }
 }
