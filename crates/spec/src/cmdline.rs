@@ -10,7 +10,8 @@ use crate::{Console, Vm};
 impl Vm {
     /// The user's command line, or one that fits the console and the first disk:
     ///
-    /// * `console=hvc0` or `console=ttyS0`, after the console;
+    /// * `console=tty0 console=hvc0` or `console=ttyS0`, after the console. `tty0` is the kernel's built-in dummy screen: stock
+    ///   kernels have virtio-console as a module, and an initrd whose `/dev/console` can't be opened until then loads none;
     /// * `root=/dev/vda rw` (`ro` for a read-only disk) with a disk; an image with a partition table needs
     ///   `root=/dev/vda1` said by the user;
     /// * `reboot=k panic=-1`: a guest reboots through the keyboard controller, and a kernel that panics resets at once
@@ -21,7 +22,7 @@ impl Vm {
             return Cow::Borrowed(cmdline);
         }
         let console = match self.console {
-            Console::Virtio => "console=hvc0 ",
+            Console::Virtio => "console=tty0 console=hvc0 ",
             Console::Serial => "console=ttyS0 ",
             Console::None => "",
         };
@@ -42,7 +43,7 @@ mod tests {
     #[test]
     fn fits_console_and_disk() {
         let mut vm = Vm::new("k");
-        assert_eq!(vm.command_line(), "console=hvc0 reboot=k panic=-1");
+        assert_eq!(vm.command_line(), "console=tty0 console=hvc0 reboot=k panic=-1");
         vm.disks.push(Disk::new("d"));
         vm.console = Console::Serial;
         assert_eq!(vm.command_line(), "console=ttyS0 root=/dev/vda rw reboot=k panic=-1");

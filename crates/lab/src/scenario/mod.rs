@@ -133,7 +133,8 @@ impl Bundle {
 
     /// The kernel command line of a guest; `root` is what `root=` should say.
     pub fn cmdline(&self, console: Console, root: &str) -> String {
-        let console = console.device();
+        // The dummy screen lets a stock initrd open its console before it has loaded the virtio module.
+        let console = if console == Console::Virtio { "tty0 console=hvc0" } else { console.device() };
         match &self.kind {
             Kind::Boot { quiet } => {
                 let quiet = if *quiet { " quiet" } else { "" };

@@ -42,14 +42,14 @@ start() {
     echo "== $1"
     grep -c UP /lab/$1.out
 }
-start asked 'console=hvc0 root=/dev/vda rw systemd.unit=multi-user.target systemd.wants=dbus.socket systemd.run="/bin/sh -c '"'"'systemctl start systemd-logind; echo UP >/dev/console; sleep 1000'"'"'"'
+start asked 'console=tty0 console=hvc0 root=/dev/vda rw systemd.unit=multi-user.target systemd.wants=dbus.socket systemd.run="/bin/sh -c '"'"'systemctl start systemd-logind; echo UP >/dev/console; sleep 1000'"'"'"'
 sleep 2
 kill -TERM $tare
 wait $tare
 echo "status $?"
 INITRD=/lab/small.img
 small_initrd
-start deaf 'console=hvc0 quiet -- -c "echo UP;sleep 1000"'
+start deaf 'console=tty0 console=hvc0 quiet -- -c "echo UP;sleep 1000"'
 kill -TERM $tare
 sleep 1
 kill -TERM $tare

@@ -58,7 +58,7 @@ guest() {
     shift
     [ -e /lab/small.img ] || small_initrd
     timeout -k 5 150 tare run --kernel /lab/vmlinuz --initrd /lab/small.img --memory "${MEMORY:-256M}" \
-        --cmdline "console=hvc0 quiet panic=${PANIC:--1} ${MORE:-} -- -c \"$script\"" "$@" </dev/null
+        --cmdline "console=tty0 console=hvc0 quiet panic=${PANIC:--1} ${MORE:-} -- -c \"$script\"" "$@" </dev/null
     echo "status $?"
 }
 
