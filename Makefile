@@ -15,7 +15,7 @@ help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: deps build ## measure sysbench natively, under QEMU and under tare; table, target/report/index.html, report.json
-	target/release/tare-lab run tax --subjects native,qemu,tare --html target/report --json target/report/report.json
+	target/release/tare-lab run all --scale 0.1 --repeat 3 --budget 6 --subjects native,qemu,tare --html target/report --json target/report/report.json
 
 test: deps ## every check and every test, the end-to-end ones in the lab included
 	cargo xtask check

@@ -18,10 +18,8 @@ pub struct Asked<'a> {
     pub suite: &'a str,
     /// Its bundles.
     pub bundles: &'a [Bundle],
-    /// The subjects with what their programs say of their versions.
+    /// Who was measured.
     pub subjects: &'a [Subject],
-    /// By subject name.
-    pub versions: BTreeMap<String, String>,
     /// `--scale`.
     pub scale: f64,
     /// `--repeat`.
@@ -77,10 +75,15 @@ pub fn report(asked: Asked, facts: Facts, ledger: &Ledger) -> Report {
         subjects: asked
             .subjects
             .iter()
-            .map(|subject| SubjectInfo {
+            .enumerate()
+            .map(|(index, subject)| SubjectInfo {
                 name: subject.name.clone(),
                 template: subject.template.clone(),
-                version: asked.versions.get(&subject.name).cloned(),
+                version: ledger
+                    .taken
+                    .iter()
+                    .find(|taken| taken.task.subject == index && !taken.version.is_empty())
+                    .map(|taken| taken.version.clone()),
             })
             .collect(),
         results: rows.finish(&workloads(asked.bundles), native),
@@ -175,7 +178,8 @@ pub(crate) mod tests {
                         let by_kind: BTreeMap<String, u64> = kinds.iter().map(|(k, v)| ((*k).to_owned(), *v)).collect();
                         (name, Exits::priced(by_kind.values().sum(), by_kind))
                     });
-                    ledger.taken.push(Taken { task, figures: figures.collect(), exits: exits.collect() });
+                    let version = if subject == 1 { "QEMU emulator version 7.2.22" } else { "" }.to_owned();
+                    ledger.taken.push(Taken { task, figures: figures.collect(), exits: exits.collect(), version });
                 }
             }
         }
@@ -187,7 +191,6 @@ pub(crate) mod tests {
             suite: "all",
             bundles: &bundles,
             subjects: &subjects,
-            versions: BTreeMap::from([("qemu".to_owned(), "QEMU emulator version 7.2.22".to_owned())]),
             scale: 0.1,
             repeat: 3,
             seed: 7,
@@ -236,6 +239,8 @@ pub(crate) mod tests {
         assert!(report.headline("boot").unwrap().tax.is_empty());
         assert_eq!(report.exits["qemu"]["cpu"].by_kind["pio"], 39_000);
         assert!(!report.exits.contains_key("native"));
+        assert_eq!(report.subjects[1].version.as_deref(), Some("QEMU emulator version 7.2.22"));
+        assert_eq!(report.subjects[0].version, None);
         let notes = report.notes.join("\n");
         assert!(notes.contains("qemu: 1 failed sample, all were repeated with success"), "{notes}");
         assert!(notes.contains("Scale 0.1") && notes.contains("pio 2300 ns"), "{notes}");

@@ -78,13 +78,6 @@ pub fn installed(program: &str) -> bool {
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }
 
-/// The first line of `PROGRAM --version`.
-pub fn version(program: &str) -> Option<String> {
-    let output = Command::new(program).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
-    let text = String::from_utf8_lossy(&output.stdout).lines().next()?.trim().to_owned();
-    (!text.is_empty()).then_some(text)
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

@@ -22,7 +22,6 @@ mod stats;
 mod subject;
 mod sysbench;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -90,7 +89,6 @@ fn run(flags: &flags::Run) -> Result<ExitCode> {
         suite: &flags.suite,
         bundles: &bundles,
         subjects: &subjects,
-        versions: versions(&subjects, tare.as_deref()),
         scale: flags.scale,
         repeat: flags.repeat,
         seed: flags.seed,
@@ -125,17 +123,6 @@ fn choose(flag: PlaceFlag, tare: Option<&Path>) -> Result<Box<dyn Place>> {
         return Ok(Box::new(place::lab::Lab::open(tare, &say)?));
     }
     Ok(Box::new(place::direct::Direct::open(tare, &say)?))
-}
-
-fn versions(subjects: &[Subject], tare: Option<&Path>) -> BTreeMap<String, String> {
-    let version = |subject: &Subject| {
-        let program = match subject.program()? {
-            "{tare}" => tare?.to_str()?,
-            program => program,
-        };
-        Some((subject.name.clone(), facts::version(program)?))
-    };
-    subjects.iter().filter_map(version).collect()
 }
 
 /// `tare-lab list`.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs one sample: starts the subject's command ("$@"), watches its console for marks, reads KVM's counters and the
 # monitor's memory at them, and reports at the end. Nothing is printed while the sample runs. Appended by the lab to a
-# preamble that sets: LAB_SCRATCH LAB_POLL LAB_LIMIT LAB_GRACE LAB_GUEST_MIB LAB_IMAGE LAB_DISK and the words of "$@".
+# preamble that sets: LAB_SCRATCH LAB_POLL LAB_LIMIT LAB_GRACE LAB_GUEST_MIB LAB_IMAGE LAB_DISK
+# LAB_PROGRAM LAB_ALONE and the words of "$@".
 #
 # The console goes to a regular file, so that a subject never waits for its reader; it is read every LAB_POLL seconds.
 
@@ -94,6 +95,7 @@ now
 printf '%%%% end %s %s\n' "$((t - start))" "$end" >>"$report"
 
 cat "$report"
+if [ -n "$LAB_PROGRAM" ]; then echo "%% version $("$LAB_PROGRAM" --version 2>/dev/null </dev/null | head -n 1)"; fi
 echo '%% console'
 tail -c 65536 console
 echo

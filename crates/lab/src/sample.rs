@@ -19,6 +19,8 @@ const RUNNER: &str = include_str!("runner.sh");
 pub struct Order {
     /// The subject's command, or the shell that runs the workload natively.
     pub command: Vec<String>,
+    /// The monitor's program, to be asked for its version; empty for native.
+    pub program: String,
     /// Directory of this sample; made and removed by the script.
     pub scratch: String,
     /// A small file to put into `scratch`: name and content.
@@ -48,6 +50,7 @@ impl Order {
             ("LAB_GUEST_MIB", self.guest_mib.to_string()),
             ("LAB_IMAGE", image),
             ("LAB_DISK", disk),
+            ("LAB_PROGRAM", self.program.clone()),
             ("LAB_ALONE", if self.alone { "1".to_owned() } else { String::new() }),
         ] {
             let _ = writeln!(out, "{name}={}", quote(&value));
@@ -102,6 +105,8 @@ pub struct Sample {
     pub end: String,
     /// Microseconds from start to end.
     pub end_micros: u64,
+    /// What the monitor says of its version; empty for native.
+    pub version: String,
     /// The console's text.
     pub console: String,
     /// The end of the subject's standard error.
@@ -132,6 +137,7 @@ impl Sample {
                         sample.memory = Some(Memory { rss_kib, pss_kib, guest_rss_kib });
                     }
                 }
+                Some("version") => sample.version = words.collect::<Vec<_>>().join(" "),
                 Some("end") => {
                     sample.end_micros = words.next().unwrap_or_default().parse().context("an end line")?;
                     sample.end = words.collect::<Vec<_>>().join(" ");
@@ -220,6 +226,7 @@ pub(crate) mod tests {
         let scratch = std::env::temp_dir().join(format!("tare-lab-test-{}-{name}", std::process::id()));
         Order {
             command: vec!["sh".into(), "-c".into(), script.into()],
+            program: String::new(),
             scratch: scratch.display().to_string(),
             file: None,
             copy: None,
@@ -250,7 +257,10 @@ pub(crate) mod tests {
         let mut with = order("od -An -v -tu1 -w8 f", "file");
         let bytes: Vec<u8> = (0..=255).collect();
         with.file = Some(("f".to_owned(), bytes.clone()));
-        let text = run_here(&with).console;
+        with.program = "bash".to_owned();
+        let sample = run_here(&with);
+        assert!(sample.version.contains("bash"), "{}", sample.version);
+        let text = sample.console;
         let read: Vec<u8> = text.split_whitespace().map(|word| word.parse().unwrap()).collect();
         assert_eq!(read, bytes);
     }

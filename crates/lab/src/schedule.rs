@@ -62,6 +62,8 @@ pub struct Taken {
     pub figures: Vec<(&'static str, Figure)>,
     /// Its exits by workload.
     pub exits: Vec<(&'static str, Exits)>,
+    /// What the monitor said of its version.
+    pub version: String,
 }
 
 /// A try that failed.
@@ -186,7 +188,7 @@ impl Plan<'_> {
             std::fs::write(&path, &text).with_context(|| format!("can't write {}", path.display()))?;
         }
         let sample = Sample::parse(&text)?;
-        Ok(Taken { task, figures: bundle.figures(&sample)?, exits: bundle.exits(&sample) })
+        Ok(Taken { task, figures: bundle.figures(&sample)?, exits: bundle.exits(&sample), version: sample.version })
     }
 }
 
@@ -227,8 +229,13 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         }
         subject.command(&values)?
     };
+    let program = match subject.program() {
+        Some("{tare}") => paths.tare.clone(),
+        program => program.unwrap_or_default().to_owned(),
+    };
     Ok(Order {
         command,
+        program,
         scratch,
         file,
         copy: copy.then(|| (paths.disk.clone(), private)),

@@ -329,7 +329,8 @@ mod tests {
                 "--memory",
                 "256M",
                 "--console",
-                "virtio"
+                "virtio",
+                "--no-rng",
             ]
         );
         let mut with = values(BASE);
