@@ -97,7 +97,7 @@ fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
     if (asked.scale - 1.0).abs() > f64::EPSILON && asked.suite != "boot" {
         notes.push(format!(
             "Scale {}: times and sizes of the tax suite are {} of the full ones (10 s, 2 GiB, 1 GiB of files, 50,000 locks), \
-             but no time is below one second.",
+             and a run that is limited by time also ends after a number of events in proportion.",
             asked.scale, asked.scale
         ));
     }

@@ -2,11 +2,12 @@
 //! Samples in clones of the lab machine: for hosts without hardware KVM. Native is the lab machine itself.
 //!
 //! Each sample gets a fresh clone with instruction-counted time, so samples can run side by side without touching each
-//! other's figures, and the guests' disk needs no copy. A machine that locks up is ended by a limit on real time.
+//! other's figures, and the guests' disk needs no copy. A machine that locks up is ended by a limit on CPU time.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
@@ -22,10 +23,10 @@ use crate::interrupt;
 const SCRIPT: &str = "/lab/sample.sh";
 /// Where the small initrd is put.
 const CONSOLE_INITRD: &str = "/lab/console-initrd.img";
-/// Real seconds that a second of the machine's clock may take, at worst, with other clones beside it.
-const SLOWDOWN: u32 = 20;
+/// Seconds of this host's CPU that a second of the machine's clock may take, at worst.
+const SLOWDOWN: u32 = 7;
 /// The longest any sample may take here, whatever its clock says.
-const LONGEST: Duration = Duration::from_secs(900);
+const LONGEST: Duration = Duration::from_secs(3600);
 
 /// The lab.
 pub struct Lab {
@@ -114,10 +115,16 @@ impl Lab {
             argv: vec!["bash".to_owned(), SCRIPT.to_owned()],
             env: Vec::new(),
             clock_limit: limit + Duration::from_secs(30),
-            real_limit: (limit * SLOWDOWN).min(LONGEST),
+            real_limit: LONGEST,
             quiet: true,
         };
-        let outcome = clone::run(&self.cache, &self.snapshot, &job, &interrupt::asked)?;
+        // A machine that locks up burns its CPU; one on a busy host just waits. So the watchdog looks at CPU time.
+        let watchdog = Watchdog::new(limit * SLOWDOWN);
+        let outcome = clone::run(&self.cache, &self.snapshot, &job, &|| interrupt::asked() || watchdog.barks());
+        if watchdog.barked.get() {
+            bail!("the lab machine locked up: it was ended after {} s of CPU time", watchdog.limit.as_secs());
+        }
+        let outcome = outcome?;
         if outcome.exit.timed_out {
             bail!("the sample was ended by the lab machine's watchdog");
         }
@@ -128,5 +135,74 @@ impl Lab {
             bail!("the sample's script ended with status {}: {last}", outcome.exit.code);
         }
         Ok(text)
+    }
+}
+
+/// Ends a machine that has used too much CPU time. Serves the machine that the current thread starts.
+struct Watchdog {
+    limit: Duration,
+    looked: Cell<Instant>,
+    barked: Cell<bool>,
+}
+
+impl Watchdog {
+    fn new(limit: Duration) -> Self {
+        Self { limit, looked: Cell::new(Instant::now()), barked: Cell::new(false) }
+    }
+
+    /// Looks once a second.
+    fn barks(&self) -> bool {
+        if self.looked.get().elapsed() >= Duration::from_secs(1) {
+            self.looked.set(Instant::now());
+            self.barked.set(self.barked.get() || cpu_time_of_children() > self.limit);
+        }
+        self.barked.get()
+    }
+}
+
+/// CPU time of the running processes that the current thread has started.
+fn cpu_time_of_children() -> Duration {
+    let children = std::fs::read_to_string("/proc/thread-self/children").unwrap_or_default();
+    children
+        .split_whitespace()
+        .filter_map(|pid| cpu_time(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?))
+        .sum()
+}
+
+/// User and system time from the text of `/proc/PID/stat`, whose second field is a name in parentheses.
+fn cpu_time(stat: &str) -> Option<Duration> {
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
+    let ticks: u64 = fields.next()?.parse::<u64>().ok()? + fields.next()?.parse::<u64>().ok()?;
+    // USER_HZ is 100 on every Linux.
+    Some(Duration::from_millis(ticks * 10))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn cpu_time_is_read_behind_an_odd_name() {
+        let stat = "12 (a) b) S 1 1 1 0 -1 4194304 100 0 0 0 250 50 0 0 20 0 1 0 100 1 1";
+        assert_eq!(cpu_time(stat), Some(Duration::from_secs(3)));
+        assert_eq!(cpu_time("junk"), None);
+    }
+
+    #[test]
+    fn a_child_that_burns_cpu_is_noticed_and_one_that_waits_is_not() {
+        let mut waits = Command::new("sleep").arg("60").spawn().unwrap();
+        let watchdog = Watchdog::new(Duration::from_millis(200));
+        std::thread::sleep(Duration::from_millis(1100));
+        assert!(!watchdog.barks());
+        let mut burns = Command::new("sh").args(["-c", "while :; do :; done"]).stdin(Stdio::null()).spawn().unwrap();
+        while !watchdog.barks() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        for child in [&mut waits, &mut burns] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
     }
 }

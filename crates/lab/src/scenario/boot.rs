@@ -13,7 +13,7 @@ use crate::sample::Sample;
 
 /// The bundles of the suite.
 pub fn bundles() -> Vec<Bundle> {
-    let bundle = |name, quiet| Bundle { name, kind: Kind::Boot { quiet }, memory_mib: 256, limit_seconds: 60 };
+    let bundle = |name, quiet| Bundle { name, kind: Kind::Boot { quiet }, memory_mib: 256, limit_seconds: 20 };
     vec![bundle("boot", false), bundle("boot quiet", true)]
 }
 

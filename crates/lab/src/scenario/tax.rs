@@ -2,7 +2,8 @@
 //! Suite `tax`: sysbench's five workloads. cpu, memory, mutex and threads share one start, their order cannot matter;
 //! fileio has its own.
 //!
-//! `--scale` shortens times and sizes in proportion. sysbench takes whole seconds, so a time is never below one second.
+//! `--scale` shortens times and sizes in proportion. sysbench takes whole seconds only, so a shortened run also ends after a
+//! number of events, about what a guest does in that part of ten seconds; rates are events by time either way.
 
 use std::fmt::Write as _;
 
@@ -20,6 +21,8 @@ struct Sizes {
     memory_mib: u64,
     file_mib: u64,
     mutex_locks: u64,
+    /// Of cpu, threads and fileio; `None` at full scale, where only the time counts.
+    events: Option<[u64; 3]>,
 }
 
 impl Sizes {
@@ -30,18 +33,23 @@ impl Sizes {
             memory_mib: part(2048.0, 8.0),
             file_mib: part(1024.0, 8.0),
             mutex_locks: part(50_000.0, 100.0),
+            events: (scale < 1.0).then(|| [part(5_000.0, 20.0), part(50_000.0, 100.0), part(50_000.0, 200.0)]),
         }
     }
 }
 
 /// The bundles of the suite.
 pub fn bundles(scale: f64) -> Vec<Bundle> {
-    let Sizes { seconds, memory_mib, file_mib, mutex_locks } = Sizes::at(scale);
+    let Sizes { seconds, memory_mib, file_mib, mutex_locks, events } = Sizes::at(scale);
+    let length = |which: usize| match events {
+        Some(events) => format!("--time={seconds} --events={}", events[which]),
+        None => format!("--time={seconds}"),
+    };
     let step = |workload, mark, test, command| Step { workload, mark, test, command, after: "" };
     let file = |rest: &str| format!("sysbench fileio --file-num=128 --file-total-size={file_mib}M {rest}");
-    let rndrw = format!("--file-test-mode=rndrw --threads=2 --time={seconds}");
+    let rndrw = format!("--file-test-mode=rndrw --threads=2 {}", length(2));
     let compute = vec![
-        step("cpu", "cpu", Test::Cpu, format!("sysbench cpu --cpu-max-prime=20000 --time={seconds} run")),
+        step("cpu", "cpu", Test::Cpu, format!("sysbench cpu --cpu-max-prime=20000 {} run", length(0))),
         step(
             "memory",
             "memory",
@@ -58,7 +66,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
             "threads",
             "threads",
             Test::Threads,
-            format!("sysbench threads --threads=2 --thread-yields=100 --thread-locks=4 --time={seconds} run"),
+            format!("sysbench threads --threads=2 --thread-yields=100 --thread-locks=4 {} run", length(1)),
         ),
     ];
     let mut prepare = step("fileio prepare", "prepare", Test::Prepare, file("prepare"));
@@ -69,7 +77,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
         step("fileio rndrw direct", "direct", Test::FileIo, file(&format!("{rndrw} --file-extra-flags=direct run"))),
     ];
     let room = if file_mib <= 128 { 512 } else { 512 + 2 * file_mib };
-    let limit_seconds = 120 + 20 * seconds;
+    let limit_seconds = 20 + 18 * seconds;
     vec![
         Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, limit_seconds },
         Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, limit_seconds },
@@ -144,7 +152,12 @@ mod tests {
             assert!(text.contains(part), "{part}");
         }
         let small = Sizes::at(0.1);
-        assert_eq!(small, Sizes { seconds: 1, memory_mib: 205, file_mib: 102, mutex_locks: 5000 });
+        assert_eq!(
+            small,
+            Sizes { seconds: 1, memory_mib: 205, file_mib: 102, mutex_locks: 5000, events: Some([500, 5000, 5000]) }
+        );
+        assert!(!text.contains("--events"), "full scale ends by time alone");
+        assert!(format!("{:?}", bundles(0.1)).contains("--threads=2 --time=1 --events=5000 run"));
         assert!(Sizes::at(0.000_1).seconds == 1);
     }
 
