@@ -54,7 +54,7 @@ impl Snapshot {
         let (guest, root) = image::both(cache, progress)?;
         let kind = format!("snapshot-{}", mode.name());
         let folder = cache.get(&kind, key(mode)?, &mut |folder| {
-            build(mode, folder, &guest, &root, &agent, stop, progress)
+            build(mode, folder, &Parts { guest: &guest, root: &root, agent: &agent }, stop, progress)
                 .with_context(|| format!("making the {} lab machine", mode.name()))
         })?;
         Ok(Self { mode, folder, guest })
@@ -115,15 +115,17 @@ pub(super) fn key(mode: Mode) -> Result<Key> {
         .with("qemu", qemu::version()?))
 }
 
-fn build(
-    mode: Mode,
-    folder: &Path,
-    guest: &Guest,
-    root: &Path,
-    agent: &Path,
-    stop: &dyn Fn() -> bool,
-    progress: Progress<'_>,
-) -> Result<()> {
+/// What a machine is made from.
+struct Parts<'a> {
+    guest: &'a Guest,
+    /// The archive of its root.
+    root: &'a Path,
+    /// The agent's program.
+    agent: &'a Path,
+}
+
+fn build(mode: Mode, folder: &Path, parts: &Parts<'_>, stop: &dyn Fn() -> bool, progress: Progress<'_>) -> Result<()> {
+    let Parts { guest, root, agent } = *parts;
     progress("lab machine: booting it for the first time", None);
     let initrd = folder.join("initrd");
     let mut joined = File::create(&initrd)?;

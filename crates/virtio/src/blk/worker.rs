@@ -18,9 +18,9 @@ use mem::GuestRam;
 
 use super::request::{ID_LEN, Request, Shape, StatusByte};
 use super::stats::{BlkCounts, BlkStats};
-use crate::device::{Activation, ActiveQueue, DeviceStatus, QueueIrq};
+use crate::device::{Activation, ActiveQueue, DeviceStatus};
 use crate::fault::{Answer, GuestFault};
-use crate::queue::{Chain, Queue};
+use crate::queue::Chain;
 
 /// `VIRTIO_BLK_S_OK`.
 const OK: u8 = 0;
@@ -107,9 +107,7 @@ pub fn start(engine: Box<Engine>, activation: Activation, name: &str) -> Result<
 
 struct Worker {
     engine: Box<Engine>,
-    ring: Queue,
-    kick: EventFd,
-    irq: QueueIrq,
+    queue: ActiveQueue,
     /// Keeps the memory of requests in flight mapped.
     _ram: GuestRam,
     status: Arc<DeviceStatus>,
@@ -136,15 +134,12 @@ impl Worker {
         status: Arc<DeviceStatus>,
         stop: Arc<AtomicBool>,
     ) -> Self {
-        let ActiveQueue { ring, kick, irq, .. } = queue;
-        let slots = (0..ring.size()).map(|_| None).collect();
+        let slots = (0..queue.ring.size()).map(|_| None).collect();
         let shape = Shape { size: engine.disk.size(), readonly: engine.disk.readonly() };
         let counts = engine.stats.read();
         Self {
             engine,
-            ring,
-            kick,
-            irq,
+            queue,
             _ram: ram,
             status,
             stop,
@@ -164,7 +159,7 @@ impl Worker {
     fn run(mut self) -> Box<Engine> {
         schedule();
         // The queue's eventfd comes non-blocking, for users of epoll; this thread sleeps in the read itself.
-        let ready = blocking(&self.kick, true).and_then(|()| self.engine.disk.attach(&self.kick));
+        let ready = blocking(&self.queue.kick, true).and_then(|()| self.engine.disk.attach(&self.queue.kick));
         match ready {
             Ok(()) => {
                 self.engine.disk.want_wake(false);
@@ -178,19 +173,19 @@ impl Worker {
             Err(e) => self.status.host_failed(&e),
         }
         // Whoever reads it next expects it as it came. It can't fail: it is open and the first change worked.
-        let _ = blocking(&self.kick, false);
+        let _ = blocking(&self.queue.kick, false);
         self.engine
     }
 
     /// One round: takes what the guest offers, answers what is done. `true` when there is nothing left to do but sleep.
     fn turn(&mut self) -> bool {
-        self.ring.disable_kicks();
+        self.queue.ring.disable_kicks();
         let mut drained = self.dead;
         for _ in 0..ROUND {
             if drained {
                 break;
             }
-            let begun = match self.ring.pop(&mut self.chain) {
+            let begun = match self.queue.ring.pop(&mut self.chain) {
                 Ok(true) => self.begin(),
                 Ok(false) => {
                     drained = true;
@@ -212,7 +207,7 @@ impl Worker {
 
     /// Looks for the last time, after telling guest and disk to wake us for what comes next.
     fn may_sleep(&mut self) -> bool {
-        if !self.dead && self.ring.enable_kicks() {
+        if !self.dead && self.queue.ring.enable_kicks() {
             return false;
         }
         if self.in_flight > 0 {
@@ -225,11 +220,11 @@ impl Worker {
 
     fn sleep(&mut self) {
         self.engine.stats.publish(&self.counts);
-        match self.kick.read() {
+        match self.queue.kick.read() {
             Ok(signals) => self.counts.signals += signals,
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 // Someone else changed the mode of the shared eventfd; without this the thread would spin.
-                let _ = blocking(&self.kick, true);
+                let _ = blocking(&self.queue.kick, true);
             }
             // A signal: one more round finds nothing and sleeps again.
             Err(_) => {}
@@ -277,9 +272,9 @@ impl Worker {
             self.finish(id, result.is_ok());
         }
         self.done = done;
-        if self.ring.needs_notification() {
+        if self.queue.ring.needs_notification() {
             self.counts.interrupts += 1;
-            self.irq.notify();
+            self.queue.irq.notify();
         }
     }
 
@@ -312,7 +307,7 @@ impl Worker {
     fn answer(&mut self, head: u16, status: StatusByte, code: u8, written: u32) {
         status.write(code);
         let run = if written >= status.before { status.before + 1 } else { written };
-        self.ring.push_used(head, run);
+        self.queue.ring.push_used(head, run);
     }
 
     /// Answers everything in flight; the guest is resetting the device and hears nothing of it.
