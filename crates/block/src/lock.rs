@@ -2,13 +2,6 @@
 //! Locks on image files, on the bytes QEMU uses, so that tare and QEMU (and any other that follows it) keep off each
 //! other's images. Called once by `open`; the locks live as long as the open file.
 //!
-//! The scheme, as seen in `/proc/locks` under QEMU 2.10 and later: an opener has *permissions* it uses and permissions it
-//! does not share with others. For each used permission `p` it holds a **read** lock on byte `100 + p`, for each unshared
-//! one a read lock on byte `200 + p`. Having taken its own, it asks for each used `p` whether anyone holds `200 + p`, and for
-//! each unshared `p` whether anyone holds `100 + p` (`F_OFD_GETLK` for a write lock, which takes nothing). Since everyone locks
-//! before asking, two openers that exclude each other may both fail but never both succeed. Permissions: 0 consistent read,
-//! 1 write, 2 write unchanged, 3 resize.
-//!
 //! The locks are open-file-description locks: they belong to the open file, not to the process, so a second open in the
 //! same process is refused too, and closing some other descriptor of the file does not drop them.
 
@@ -37,6 +30,13 @@ pub enum Outcome {
 }
 
 /// Takes the locks of a reader (`writable` false) or of the only writer. After a conflict none is held.
+///
+/// The scheme, as seen in `/proc/locks` under QEMU 2.10 and later: an opener has *permissions* it uses and permissions it
+/// does not share with others. For each used permission `p` it holds a **read** lock on byte `100 + p`, for each unshared
+/// one a read lock on byte `200 + p`. Having taken its own, it asks for each used `p` whether anyone holds `200 + p`, and for
+/// each unshared `p` whether anyone holds `100 + p` (`F_OFD_GETLK` for a write lock, which takes nothing). Since everyone locks
+/// before asking, two openers that exclude each other may both fail but never both succeed. Permissions: 0 consistent read,
+/// 1 write, 2 write unchanged, 3 resize.
 ///
 /// # Errors
 /// What `fcntl` says, "no such locks here" excepted.
