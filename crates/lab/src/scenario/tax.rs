@@ -33,7 +33,7 @@ impl Sizes {
             memory_mib: part(2048.0, 8.0),
             file_mib: part(1024.0, 8.0),
             mutex_locks: part(50_000.0, 100.0),
-            events: (scale < 1.0).then(|| [part(5_000.0, 20.0), part(50_000.0, 100.0), part(50_000.0, 200.0)]),
+            events: (scale < 1.0).then(|| [part(1_500.0, 20.0), part(20_000.0, 100.0), part(50_000.0, 200.0)]),
         }
     }
 }
@@ -154,7 +154,7 @@ mod tests {
         let small = Sizes::at(0.1);
         assert_eq!(
             small,
-            Sizes { seconds: 1, memory_mib: 205, file_mib: 102, mutex_locks: 5000, events: Some([500, 5000, 5000]) }
+            Sizes { seconds: 1, memory_mib: 205, file_mib: 102, mutex_locks: 5000, events: Some([150, 2000, 5000]) }
         );
         assert!(!text.contains("--events"), "full scale ends by time alone");
         assert!(format!("{:?}", bundles(0.1)).contains("--threads=2 --time=1 --events=5000 run"));
