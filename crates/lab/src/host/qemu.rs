@@ -17,6 +17,7 @@ use agent::mailbox;
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 
+use super::mend::{knows, mend};
 use super::process::{Mortal, output, tail};
 use super::qmp::Qmp;
 use super::recipe;
@@ -67,8 +68,9 @@ pub const COMMON: &[&str] = &[
     "-no-reboot",
     "-display",
     "none",
+    // Four levels of page tables walk faster than five, and nothing here needs the fifth.
     "-cpu",
-    "max",
+    "max,-la57",
     "-machine",
     "pc,memory-backend=ram,hpet=off,vmport=off,nvdimm=on",
 ];
@@ -94,6 +96,16 @@ pub fn command_line() -> String {
 pub fn version() -> Result<String> {
     let text = output(Command::new(QEMU).arg("--version"))?;
     Ok(text.lines().next().unwrap_or_default().to_owned())
+}
+
+/// Whether the host's QEMU is one that [`mend`](super::mend) knows: guests don't get stuck under it.
+#[must_use]
+pub fn is_mendable() -> bool {
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&folders)
+        .map(|folder| folder.join(QEMU))
+        .find(|path| path.is_file())
+        .is_some_and(|path| knows(&path))
 }
 
 /// Where the machine's memory comes from.
@@ -156,6 +168,12 @@ impl Machine {
     }
 
     fn load(&mut self, state: &Path) -> Result<()> {
+        // Its socket answers, so it is QEMU by now and no longer what it was before exec.
+        self.qmp()?;
+        if let Some(pid) = self.child.as_ref().map(Mortal::id).or_else(|| pid(&self.folder)) {
+            // Where this can't be done, guests get stuck now and then: watchdogs end them and the sample is repeated.
+            let _ = mend(pid);
+        }
         let qmp = self.qmp()?;
         qmp.leave_shared_memory()?;
         qmp.command("migrate-incoming", json!({ "uri": format!("exec:cat {}", quoted(state)?) }))?;

@@ -167,6 +167,7 @@ impl Standing {
             "folder": self.folder.display().to_string(),
             "cache": cache.root().display().to_string(),
             "qemu": qemu::version()?,
+            "qemu_mendable": qemu::is_mendable(),
             "kernel": kernel,
             "memory_bytes": recipe::MACHINE_MEMORY,
             "disk_bytes": recipe::MACHINE_DISK,
