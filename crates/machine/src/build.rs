@@ -64,7 +64,6 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
     let mut pci = PciHost::new(&vm, &ram);
     let registry = Registry::populate(spec, &mut pci, io)?;
     let loaded = load(spec, &ram, !pci.is_empty())?;
-    ram.write_bytes(layout::RESET_VECTOR, &AcpiPorts::bios_reset(layout::ACPI_PORT))?;
 
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));
     let supported = kvm.supported_cpuid()?;

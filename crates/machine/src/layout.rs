@@ -26,7 +26,5 @@ pub const PVPANIC_PORT: u16 = 0x505;
 pub const ACPI_PORT: u16 = 0x600;
 /// Interrupt of the ACPI generic event device that carries the power button.
 pub const ACPI_EVENT_GSI: Gsi = Gsi(5);
-/// Where a CPU that returns to real mode to restart through the BIOS ends up: F000:FFF0.
-pub const RESET_VECTOR: Gpa = Gpa(0xf_fff0);
 /// First interrupt number for messages: past the IOAPIC's 24 pins.
 pub const FIRST_MSI_GSI: u32 = 24;

@@ -23,15 +23,6 @@ impl AcpiPorts {
         PmPorts { sleep_control: first, sleep_status: first + 1, reset: first + 2, reset_value: RESET_VALUE, button }
     }
 
-    /// Real-mode code for the reset vector that writes the reset register of the ports at `first`. A Linux guest on a
-    /// hardware-reduced machine without EFI restarts through the BIOS unless told otherwise, and there is none.
-    #[must_use]
-    pub fn bios_reset(first: u16) -> [u8; 8] {
-        let [low, high] = (first + 2).to_le_bytes();
-        // mov dx, port; mov al, value; out dx, al; hlt; hlt
-        [0xba, low, high, 0xb0, RESET_VALUE, 0xee, 0xf4, 0xf4]
-    }
-
     /// Writes it.
     #[must_use]
     pub fn write(offset: u16, value: u8) -> Ask {
@@ -55,6 +46,5 @@ mod tests {
         assert_eq!(AcpiPorts::write(1, 0xff), Ask::Nothing);
         assert_eq!(AcpiPorts::write(2, 1), Ask::Reset);
         assert_eq!(AcpiPorts::write(2, 0), Ask::Nothing);
-        assert_eq!(AcpiPorts::bios_reset(0x600), [0xba, 0x02, 0x06, 0xb0, 1, 0xee, 0xf4, 0xf4]);
     }
 }
