@@ -19,7 +19,7 @@ pub const CMDLINE_MAX: u64 = 0x1_0000;
 pub const LOW_USABLE_END: u64 = 0x9_fc00;
 /// ACPI tables, RSDP first, where a guest without a pointer would scan for it.
 pub const ACPI_START: Gpa = Gpa(0xe_0000);
-/// First byte past the space for ACPI tables.
-pub const ACPI_END: u64 = 0x10_0000;
+/// First byte past the space for ACPI tables; the reset vector follows.
+pub const ACPI_END: u64 = 0xf_fff0;
 /// Where memory above the first MiB starts.
 pub const HIGH_MEMORY: u64 = 0x10_0000;

@@ -20,6 +20,7 @@ mod load;
 mod long_mode;
 mod platform;
 mod pvh;
+mod reset_vector;
 mod source;
 mod unpack;
 mod zero_page;

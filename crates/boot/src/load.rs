@@ -13,7 +13,7 @@ use crate::layout::{START_INFO, ZERO_PAGE};
 use crate::unpack::{Format, Outcome};
 use crate::zero_page::{ZeroPage, bare_header};
 use crate::{BootError, Decompress, Entry, Guest, Loaded, Platform};
-use crate::{acpi, bzimage, cmdline, e820, elf, initrd, kaslr, long_mode, pvh, unpack};
+use crate::{acpi, bzimage, cmdline, e820, elf, initrd, kaslr, long_mode, pvh, reset_vector, unpack};
 
 /// Loads `guest` into `ram` and describes `platform` to it.
 ///
@@ -25,6 +25,7 @@ pub fn load(ram: &GuestRam, guest: &Guest<'_>, platform: &Platform) -> Result<Lo
     let kernel = &guest.kernel;
     let mut head = vec![0; HEAD.min(usize::try_from(kernel.len()).unwrap_or(HEAD))];
     kernel.read(0, &mut head, "header")?;
+    reset_vector::write(ram, &platform.pm)?;
     let boot = Boot { ram, guest, map: &map, low_end: initrd::low_ram_end(&map), rsdp: acpi::write(ram, platform)? };
     if bzimage::is(&head) {
         boot.bzimage(&BzImage::parse(kernel, &head)?)
