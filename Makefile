@@ -45,5 +45,6 @@ build: ## the release programs
 deps: ## install what is missing from Debian's packages
 	@scripts/install-deps build lab
 
-clean-cache: ## remove the cached lab machine
-	target/release/tare-lab host clean
+clean-cache: build ## end the lab machine and remove its images
+	target/release/tare-lab host down
+	rm -rf "$${TARE_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/tare}"
