@@ -97,7 +97,7 @@ pub struct Memory {
 /// A sample as it came back.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sample {
-    /// Marks by name: `begin cpu`, `end cpu`, `ready`, `done`.
+    /// Marks by name: `begin cpu`, `end cpu`, `out cpu`, `ready`, `done`.
     pub marks: BTreeMap<String, Mark>,
     /// The monitor's memory at `ready` or `done`.
     pub memory: Option<Memory>,
@@ -170,11 +170,11 @@ impl Sample {
         self.marks.get(name).with_context(|| format!("the guest never said '{name}' ({})", self.ending()))
     }
 
-    /// What was printed between `begin NAME` and `end NAME`.
+    /// What was printed between `end NAME` and `out NAME`: the output of a step that has ended.
     pub fn section(&self, name: &str) -> Result<&str> {
-        self.need(&format!("end {name}"))?;
-        let (_, rest) = self.console.split_once(&format!("@@lab begin {name}")).context("console cut short")?;
-        let (text, _) = rest.split_once(&format!("@@lab end {name}")).context("console cut short")?;
+        self.need(&format!("out {name}"))?;
+        let (_, rest) = self.console.split_once(&format!("@@lab end {name}")).context("console cut short")?;
+        let (text, _) = rest.split_once(&format!("@@lab out {name}")).context("console cut short")?;
         Ok(text)
     }
 
@@ -240,7 +240,7 @@ pub(crate) mod tests {
     #[test]
     fn the_runner_reports_marks_sections_and_the_end() {
         let order = order(
-            "echo noise; echo '@@lab begin a'; echo \"it's 42\"; echo '@@lab end a'; echo @@lab done; exit 3",
+            "echo noise; echo '@@lab begin a'; echo '@@lab end a'; echo \"it's 42\"; echo '@@lab out a'; echo @@lab done; exit 3",
             "marks",
         );
         let sample = run_here(&order);

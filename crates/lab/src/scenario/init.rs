@@ -12,8 +12,8 @@ const DONE: &[u8] = b"@@lab done\n";
 
 /// The modules a virtio console over PCI needs, in order, below the kernel's module directory.
 pub const CONSOLE_MODULES: &[&str] = &[
-    "drivers/virtio/virtio.ko",
     "drivers/virtio/virtio_ring.ko",
+    "drivers/virtio/virtio.ko",
     "drivers/virtio/virtio_pci_legacy_dev.ko",
     "drivers/virtio/virtio_pci_modern_dev.ko",
     "drivers/virtio/virtio_pci.ko",

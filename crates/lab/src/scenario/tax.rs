@@ -102,11 +102,14 @@ pub fn native(steps: &[Step], data: &str) -> String {
     format!("mkdir -p {data} && cd {data} || exit 1;{}cd /;rm -rf {data}", work(steps))
 }
 
-/// The steps with their marks. The pauses let counters be read outside the measured work.
+/// The steps with their marks. A step's output is kept until it has ended, so that the console is no part of the measured
+/// work; the pauses let counters be read outside it. No word is split or expanded but where it is written.
 fn work(steps: &[Step]) -> String {
-    let mut out = String::from("m=@@;b(){ echo ${m}lab begin $1;sleep .1;};e(){ echo ${m}lab end $1;sleep .1;};");
+    let mut out = String::from(
+        "set -f;IFS=;m=@@;b(){ echo ${m}lab begin $1;sleep .1;};e(){ echo ${m}lab end $1;echo $o;echo ${m}lab out $1;};",
+    );
     for step in steps {
-        let _ = write!(out, "b {0};{1};e {0};", step.mark, step.command);
+        let _ = write!(out, "b {0};o=$({1} 2>&1);e {0};", step.mark, step.command);
         if !step.after.is_empty() {
             let _ = write!(out, "{};", step.after);
         }
@@ -163,8 +166,8 @@ mod tests {
 
     fn sample(part: &str) -> Sample {
         let text = format!(
-            "%% mark 10 begin rndrw exits=1000\n%% mark 20 end rndrw exits=66289\n%% mark 30 done\n%% end 40 exit 0\n\
-             %% console\n@@lab begin rndrw\n{part}\n@@lab end rndrw\n%% stderr\n\n%% stop\n"
+            "%% mark 10 begin rndrw exits=1000\n%% mark 20 end rndrw exits=66289\n%% mark 25 out rndrw\n%% mark 30 done\n%% end 40 exit 0\n\
+             %% console\n@@lab begin rndrw\n@@lab end rndrw\n{part}\n@@lab out rndrw\n%% stderr\n\n%% stop\n"
         );
         Sample::parse(&text).unwrap()
     }
