@@ -90,7 +90,7 @@ fn run_help() -> String {
          Boots a Linux kernel and connects it to this terminal until it powers off.\n\n{}\n\
          keys in a terminal: Ctrl-A x quits, Ctrl-A Ctrl-A sends one Ctrl-A, Ctrl-A h helps\n\
          signals: SIGTERM asks the guest to power off, a second one kills it\n\
-         resets: the machine starts again; three resets, each within 10 s of a start, end it\n\n{}",
+         resets: the machine starts again; three resets, each within 30 s of a start, end it\n\n{}",
         flags::help(),
         exit_help()
     )

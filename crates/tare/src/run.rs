@@ -14,7 +14,7 @@ use crate::terminal::RawTerminal;
 use crate::vmm::{self, End, Weight};
 
 /// A start that ends in a reset within this time counts towards a loop.
-const QUICK: Duration = Duration::from_secs(10);
+const QUICK: Duration = Duration::from_secs(30);
 /// This many quick ones in a row are a loop.
 const LOOP: u32 = 3;
 
@@ -138,9 +138,9 @@ mod tests {
 
     #[test]
     fn three_quick_resets_are_a_loop() {
-        let quick = (9, End::Reset);
+        let quick = (29, End::Reset);
         assert_eq!(play(OnReset::Restart, &[quick.clone(), quick.clone(), quick.clone()]), (Exit::ResetLoop, 3));
-        let slow = (10, End::Reset);
+        let slow = (30, End::Reset);
         let script = [quick.clone(), quick.clone(), slow, quick.clone(), quick.clone(), quick];
         assert_eq!(play(OnReset::Restart, &script), (Exit::ResetLoop, 6), "a start that lived begins the count anew");
     }
