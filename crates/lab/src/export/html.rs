@@ -184,6 +184,9 @@ fn figures(report: &Report, out: &mut String) -> Result<()> {
         )?;
         for subject in &report.subjects {
             match (row.median.get(&subject.name), row.spread.get(&subject.name)) {
+                (Some(median), Some(spread)) if spread.n == 1 => {
+                    write!(out, "<td class=\"n\">{}</td>", number(*median))?;
+                }
                 (Some(median), Some(spread)) => write!(
                     out,
                     "<td class=\"n\">{} <small>&plusmn;&thinsp;{:.1}&thinsp;%</small></td>",
