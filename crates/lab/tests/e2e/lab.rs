@@ -79,11 +79,12 @@ pub struct Printed {
 }
 
 impl Printed {
-    /// The part of the output between the lines `== NAME` and the next such line.
+    /// The part of the output between the line `== NAME` and the next such line, its last line feed with it.
     pub fn part(&self, name: &str) -> &str {
         let head = format!("== {name}\n");
         let Some((_, rest)) = self.stdout.split_once(&head) else { panic!("no part '{name}' in {self:#?}") };
-        rest.split("\n== ").next().unwrap_or(rest)
+        let end = if rest.starts_with("== ") { Some(0) } else { rest.find("\n== ").map(|at| at + 1) };
+        &rest[..end.unwrap_or(rest.len())]
     }
 
     /// Fails the test unless the whole output has `wanted` in it.
