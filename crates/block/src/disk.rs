@@ -17,6 +17,7 @@ use crate::storage::Storage;
 use crate::storage::faults::{FaultPlan, FaultStorage};
 use crate::storage::file::FileStorage;
 use crate::storage::mem::{MemImage, MemStorage};
+use crate::storage::record::{RecordImage, RecordStorage};
 
 /// How the host's page cache is used; QEMU's names and meaning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -157,6 +158,15 @@ impl Disk {
         let limits = Limits { block_size: 512, discard_granularity: 512 };
         let size = image.len() - image.len() % SECTOR_SIZE;
         let raw = Raw::new(Storage::Mem(MemStorage::new(image.clone())), size, readonly, limits);
+        Self { raw, path: PathBuf::from("memory"), warning: None }
+    }
+
+    /// A disk in memory that logs each change, for tests of power cuts.
+    #[must_use]
+    pub fn recorded(image: &RecordImage, readonly: bool) -> Self {
+        let limits = Limits { block_size: 512, discard_granularity: 512 };
+        let size = image.len() - image.len() % SECTOR_SIZE;
+        let raw = Raw::new(Storage::Record(RecordStorage::new(image.clone())), size, readonly, limits);
         Self { raw, path: PathBuf::from("memory"), warning: None }
     }
 

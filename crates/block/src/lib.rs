@@ -16,3 +16,4 @@ pub use disk::{Aio, Cache, Completion, Disk, Limits, Op, Options, Request};
 pub use error::Error;
 pub use storage::faults::{Fault, FaultPlan};
 pub use storage::mem::MemImage;
+pub use storage::record::{Change, Event, RecordImage};

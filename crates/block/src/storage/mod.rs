@@ -6,6 +6,7 @@ pub mod faults;
 pub mod file;
 pub mod mem;
 pub mod patience;
+pub mod record;
 pub mod sys;
 pub mod threads;
 pub mod uring;
@@ -25,6 +26,8 @@ pub enum Storage {
     Mem(MemStorage),
     /// Another storage with staged faults.
     Faults(Box<FaultStorage>),
+    /// Memory with a log of every change.
+    Record(RecordStorage),
     /// Nothing: stands in while a storage is moved.
     Gone,
 }
@@ -32,6 +35,7 @@ pub enum Storage {
 use faults::FaultStorage;
 use file::FileStorage;
 use mem::MemStorage;
+use record::RecordStorage;
 
 impl Storage {
     /// See [`crate::Disk::attach`].
@@ -40,6 +44,7 @@ impl Storage {
             Self::File(s) => s.attach(wake),
             Self::Mem(_) | Self::Gone => Ok(()),
             Self::Faults(s) => s.attach(wake),
+            Self::Record(s) => s.attach(wake),
         }
     }
 
@@ -49,6 +54,7 @@ impl Storage {
             Self::File(s) => s.detach(),
             Self::Mem(_) | Self::Gone => {}
             Self::Faults(s) => s.detach(),
+            Self::Record(s) => s.detach(),
         }
     }
 
@@ -58,6 +64,7 @@ impl Storage {
             Self::File(s) => s.submit(request),
             Self::Mem(s) => s.submit(request),
             Self::Faults(s) => s.submit(request),
+            Self::Record(s) => s.submit(request),
             Self::Gone => {}
         }
     }
@@ -69,6 +76,7 @@ impl Storage {
             Self::File(s) => s.ready.push(done),
             Self::Mem(s) => s.ready.push(done),
             Self::Faults(s) => s.ready.push(done),
+            Self::Record(s) => s.ready.push(done),
             Self::Gone => {}
         }
     }
@@ -77,7 +85,7 @@ impl Storage {
     pub fn commit(&mut self) {
         match self {
             Self::File(s) => s.commit(),
-            Self::Mem(_) | Self::Gone => {}
+            Self::Mem(_) | Self::Record(_) | Self::Gone => {}
             Self::Faults(s) => s.commit(),
         }
     }
@@ -88,6 +96,7 @@ impl Storage {
             Self::File(s) => s.reap(done),
             Self::Mem(s) => done.append(&mut s.ready),
             Self::Faults(s) => s.reap(done),
+            Self::Record(s) => s.reap(done),
             Self::Gone => {}
         }
     }
@@ -98,6 +107,7 @@ impl Storage {
             Self::File(s) => s.want_wake(on),
             Self::Mem(_) | Self::Gone => {}
             Self::Faults(s) => s.want_wake(on),
+            Self::Record(s) => s.want_wake(on),
         }
     }
 
@@ -105,7 +115,7 @@ impl Storage {
     pub fn engine(&self) -> &'static str {
         match self {
             Self::File(s) => s.engine(),
-            Self::Mem(_) => "memory",
+            Self::Mem(_) | Self::Record(_) => "memory",
             Self::Faults(s) => s.engine(),
             Self::Gone => "none",
         }
