@@ -72,7 +72,7 @@ fn usage() -> (Duration, u64) {
 }
 
 fn run(path: &Path, case: Case, aio: Aio) -> Result<Cost, block::Error> {
-    let options = Options { path: path.to_owned(), readonly: false, cache: case.cache, aio };
+    let options = Options { cache: case.cache, aio, ..Options::new(path) };
     let mut disk = Disk::open(&options)?;
     let wake = EventFd::new(0).unwrap();
     disk.attach(&wake).unwrap();

@@ -12,37 +12,13 @@ use base::{EventFd, SECTOR_SIZE, Seg};
 
 use crate::error::Error;
 use crate::open;
+use crate::options::{Format, Options};
 use crate::raw::Raw;
 use crate::storage::Storage;
 use crate::storage::faults::{FaultPlan, FaultStorage};
 use crate::storage::file::FileStorage;
 use crate::storage::mem::{MemImage, MemStorage};
 use crate::storage::record::{RecordImage, RecordStorage};
-
-/// How the host's page cache is used; QEMU's names and meaning.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Cache {
-    /// Through the page cache; a flush reaches the medium.
-    #[default]
-    Writeback,
-    /// Past the page cache (`O_DIRECT`); a flush reaches the medium.
-    None,
-    /// Through the page cache; flushes are answered and not passed on.
-    Unsafe,
-}
-
-/// How requests reach the host kernel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Aio {
-    /// What the page cache can serve at once is served by a plain system call on the calling thread; what has to wait goes
-    /// to io_uring, or to threads where the kernel has no io_uring.
-    #[default]
-    Auto,
-    /// Everything through io_uring, as other monitors do; an error where the kernel has none.
-    IoUring,
-    /// Everything through a pool of threads.
-    Threads,
-}
 
 /// What to do with a byte range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,27 +63,6 @@ pub struct Completion {
     pub result: io::Result<()>,
 }
 
-/// How to open an image.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// A regular file or block device.
-    pub path: PathBuf,
-    /// Open for reading only; writes fail with `EROFS`.
-    pub readonly: bool,
-    /// Use of the page cache.
-    pub cache: Cache,
-    /// Way to the kernel.
-    pub aio: Aio,
-}
-
-impl Options {
-    /// Writable, `cache=writeback`, `aio=auto`.
-    #[must_use]
-    pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into(), readonly: false, cache: Cache::default(), aio: Aio::default() }
-    }
-}
-
 /// What the guest should know of the disk below, to ask for what is cheap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -115,6 +70,34 @@ pub struct Limits {
     pub block_size: u32,
     /// Unit in which space can be freed, in bytes; a multiple of `block_size`.
     pub discard_granularity: u32,
+}
+
+/// What a run of a disk's bytes is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExtentKind {
+    /// Bytes that are kept somewhere.
+    Data,
+    /// Reads as zeroes because an image of the chain says so.
+    Zero,
+    /// Reads as zeroes because no image of the chain says anything (qcow2), or the file has a hole there (raw).
+    Hole,
+}
+
+/// A run of a disk's bytes that are kept in the same way; what `map` prints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// First byte on the disk.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// What they are.
+    pub kind: ExtentKind,
+    /// Which image of the chain says so: 0 is the one opened.
+    pub depth: u32,
+    /// Where the bytes lie in that image's file (or its external data file), if they lie there as they are.
+    pub host_offset: Option<u64>,
+    /// The bytes are compressed.
+    pub compressed: bool,
 }
 
 /// A disk: a format on a storage.
@@ -131,6 +114,9 @@ impl Disk {
     /// # Errors
     /// See [`Error`].
     pub fn open(options: &Options) -> Result<Self, Error> {
+        if options.format == Format::Qcow2 {
+            return Err(Error::Unsupported(options.path.clone(), "format=qcow2 is not served yet".into()));
+        }
         let opened = open::open(options)?;
         let size = opened.size;
         let mut warnings = opened.warnings;
@@ -211,6 +197,33 @@ impl Disk {
     #[must_use]
     pub fn engine(&self) -> &'static str {
         self.raw.storage().engine()
+    }
+
+    /// Another handle on the same image for another thread: same bytes, requests and completions of its own. A flush on any of
+    /// them covers what was reaped from all of them.
+    ///
+    /// # Errors
+    /// When the host has no descriptors left, or the disk is one for tests (faults).
+    pub fn share(&self) -> io::Result<Self> {
+        Err(io::Error::new(io::ErrorKind::Unsupported, "this disk can't be shared by threads yet"))
+    }
+
+    /// How `len` bytes from `offset` on are kept, in order, without gaps. Waits for what it has to read; for tools.
+    ///
+    /// # Errors
+    /// A range past the end, or what the host says.
+    pub fn extents(&mut self, offset: u64, len: u64) -> io::Result<Vec<Extent>> {
+        let _ = (offset, len);
+        Err(io::Error::new(io::ErrorKind::Unsupported, "this disk's extents can't be told yet"))
+    }
+
+    /// Makes the disk `bytes` long (a multiple of 512) and waits until that is durable. New bytes read as zeroes.
+    ///
+    /// # Errors
+    /// What can't be had on this image, in one line; or what the host says.
+    pub fn resize(&mut self, bytes: u64) -> io::Result<()> {
+        let _ = bytes;
+        Err(io::Error::new(io::ErrorKind::Unsupported, "this disk can't be resized yet"))
     }
 
     /// Makes the calling thread the disk's user: starts the ring or the threads. `wake` is written to when a completion

@@ -9,11 +9,14 @@ mod disk;
 mod error;
 mod lock;
 mod open;
+mod options;
+pub mod qcow2;
 mod raw;
 mod storage;
 
-pub use disk::{Aio, Cache, Completion, Disk, Limits, Op, Options, Request};
+pub use disk::{Completion, Disk, Extent, ExtentKind, Limits, Op, Request};
 pub use error::Error;
+pub use options::{Aio, BackingGate, Cache, Cow, Format, Options, Qcow2Options, Secret};
 pub use storage::faults::{Fault, FaultPlan};
 pub use storage::mem::MemImage;
 pub use storage::record::{Change, Event, RecordImage};

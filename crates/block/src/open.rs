@@ -6,9 +6,10 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::time::Duration;
 
-use crate::disk::{Aio, Cache, Limits, Options};
+use crate::disk::Limits;
 use crate::error::Error;
 use crate::lock;
+use crate::options::{Aio, Cache, Options};
 use crate::storage::{sys, uring};
 
 /// How often a taken lock is tried again.

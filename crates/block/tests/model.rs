@@ -85,7 +85,7 @@ fn every_storage_behaves_like_plain_bytes() {
                 let path = dir.path().join(format!("{i}{j}{attached}.raw"));
                 let start = Rng(99).bytes(SIZE as usize);
                 std::fs::write(&path, start).unwrap();
-                let options = Options { path: path.clone(), readonly: false, cache, aio };
+                let options = Options { cache, aio, ..Options::new(&path) };
                 let disk = match Disk::open(&options) {
                     Ok(disk) => disk,
                     Err(Error::Unsupported(_, why)) => {

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use base::EventFd;
 
-use crate::disk::{Aio, Cache, Completion, Op, Options, Request};
+use crate::disk::{Completion, Op, Request};
 use crate::open::OpenFile;
+use crate::options::{Aio, Cache, Options};
 
 use super::bounce::Bounce;
 use super::patience::Patience;

@@ -90,8 +90,6 @@ fn files_in_every_cache_and_aio_mode() {
             std::fs::write(&path, &start).unwrap();
             let spec = spec::Disk { cache, aio, ..spec::Disk::new(&path) };
             let options = block::Options {
-                path: path.clone(),
-                readonly: false,
                 cache: match cache {
                     spec::Cache::Writeback => block::Cache::Writeback,
                     spec::Cache::None => block::Cache::None,
@@ -102,6 +100,7 @@ fn files_in_every_cache_and_aio_mode() {
                     spec::Aio::IoUring => block::Aio::IoUring,
                     spec::Aio::Threads => block::Aio::Threads,
                 },
+                ..block::Options::new(&path)
             };
             let disk = match Disk::open(&options) {
                 Ok(disk) => disk,
