@@ -8,6 +8,7 @@ pub mod conformance;
 pub mod driver;
 pub mod guest;
 pub mod ops;
+pub mod qcow2;
 pub mod sink;
 
 pub use driver::{Buf, GuestQueue};

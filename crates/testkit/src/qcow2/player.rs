@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Plays histories on a `block::Disk`: several requests in flight, each answer looked at. The thread that makes a [`Player`]
+//! is the disk's user.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::io;
+
+use base::{EventFd, Seg};
+use block::{Completion, Disk, Op, RecordImage, Request};
+
+use super::history::{Step, fill};
+use super::model::Ledger;
+use super::rng::Rng;
+
+/// A disk and its user.
+#[derive(Debug)]
+pub struct Player {
+    /// The disk.
+    pub disk: Disk,
+    wake: EventFd,
+    done: BTreeMap<u16, io::Result<()>>,
+}
+
+/// Memory for a request: stays where it is until the request is done.
+#[derive(Debug)]
+struct Area {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Area {
+    /// `skew` bytes past a page.
+    fn new(len: usize, skew: usize) -> Self {
+        let bytes = vec![0xee_u8; len + 8192];
+        let start = bytes.as_ptr().align_offset(4096) + skew;
+        Self { bytes, start, len }
+    }
+
+    fn data(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+
+    /// The bytes as one to three segments.
+    fn segs(&mut self, rng: &mut Rng) -> Vec<Seg> {
+        let ptr = self.bytes.as_mut_ptr().wrapping_add(self.start);
+        let mut cuts = vec![0, self.len];
+        for _ in 0..rng.below(3) {
+            cuts.push((rng.below(self.len as u64) as usize).next_multiple_of(512).min(self.len));
+        }
+        cuts.sort_unstable();
+        cuts.dedup();
+        cuts.windows(2).map(|w| Seg { ptr: ptr.wrapping_add(w[0]), len: w[1] - w[0] }).collect()
+    }
+}
+
+/// A step, when it was submitted, when and how it was answered.
+type Note = (Step, u64, Option<(u64, bool)>);
+
+/// A request in flight.
+#[derive(Debug)]
+struct Flying {
+    id: u16,
+    step: Step,
+    area: Area,
+    begun: u64,
+}
+
+/// The answer to a step.
+#[derive(Debug)]
+pub struct Answer {
+    /// To which.
+    pub step: Step,
+    /// How it ended.
+    pub result: io::Result<()>,
+    /// What a read has read.
+    pub data: Vec<u8>,
+}
+
+impl Player {
+    /// Attaches to `disk` on this thread.
+    ///
+    /// # Errors
+    /// As [`Disk::attach`].
+    pub fn new(mut disk: Disk) -> io::Result<Self> {
+        let wake = EventFd::new(0)?;
+        disk.attach(&wake)?;
+        disk.want_wake(false);
+        Ok(Self { disk, wake, done: BTreeMap::new() })
+    }
+
+    fn collect(&mut self) {
+        let mut done: Vec<Completion> = Vec::new();
+        self.disk.reap(&mut done);
+        for c in done {
+            let twice = self.done.insert(c.id, c.result);
+            assert!(twice.is_none(), "request {} was answered twice", c.id);
+        }
+    }
+
+    /// Sleeps until a request is answered.
+    fn sleep(&mut self) {
+        self.disk.want_wake(true);
+        self.collect();
+        if self.done.is_empty() {
+            // A failure to sleep only costs another turn.
+            let _ = self.wake.read();
+        }
+        self.disk.want_wake(false);
+    }
+
+    fn launch(&mut self, id: u16, step: Step, rng: &mut Rng) -> Flying {
+        let (at, len) = step.range();
+        let skew = if rng.one_in(4) { rng.below(600) as usize } else { 0 };
+        let mut area = match step {
+            Step::Read { .. } => Area::new(len as usize, skew),
+            Step::Write { id, .. } => {
+                let mut area = Area::new(len as usize, skew);
+                area.bytes[area.start..area.start + area.len].copy_from_slice(&fill(id, at, len));
+                area
+            }
+            _ => Area::new(0, 0),
+        };
+        let op = match step {
+            Step::Read { .. } => Op::Read,
+            Step::Write { .. } => Op::Write,
+            Step::Zero { unmap, .. } => Op::WriteZeroes { unmap },
+            Step::Discard { .. } => Op::Discard,
+            Step::Flush => Op::Flush,
+        };
+        let segs = if matches!(op, Op::Read | Op::Write) { area.segs(rng) } else { Vec::new() };
+        self.disk.submit(&Request { id, op, offset: at, len, segs: &segs });
+        Flying { id, step, area, begun: 0 }
+    }
+
+    /// Plays `steps` at the same time and gives their answers, in the order in which they came.
+    pub fn play(&mut self, steps: &[Step], rng: &mut Rng) -> Vec<Answer> {
+        self.run(steps, rng, |_| 0, |_, _| {})
+    }
+
+    /// Plays `steps` at the same time on a disk on `image`, marks the times in its log and notes them in `ledger`.
+    pub fn play_noted(
+        &mut self,
+        steps: &[Step],
+        rng: &mut Rng,
+        image: &RecordImage,
+        ledger: &mut Ledger,
+        clock: &Cell<u64>,
+    ) -> Vec<Answer> {
+        let mut notes: Vec<Note> = Vec::new();
+        let tick = || {
+            clock.set(clock.get() + 1);
+            image.mark(clock.get());
+            clock.get()
+        };
+        let begun = RefCell::new(&mut notes);
+        let answers = self.run(
+            steps,
+            rng,
+            |step| {
+                let now = tick();
+                begun.borrow_mut().push((*step, now, None));
+                now
+            },
+            |begin, ok| {
+                let now = tick();
+                if let Some(note) = begun.borrow_mut().iter_mut().find(|n| n.1 == begin) {
+                    note.2 = Some((now, ok));
+                }
+            },
+        );
+        for (step, begun, end) in notes {
+            ledger.begin(&step, begun);
+            if let Some((now, ok)) = end {
+                ledger.end(&step, begun, now, ok);
+            }
+        }
+        answers
+    }
+
+    fn run(
+        &mut self,
+        steps: &[Step],
+        rng: &mut Rng,
+        mut submitting: impl FnMut(&Step) -> u64,
+        mut answered: impl FnMut(u64, bool),
+    ) -> Vec<Answer> {
+        let mut flying: Vec<Flying> = Vec::new();
+        let mut answers = Vec::new();
+        for (id, step) in (0..).zip(steps) {
+            let begun = submitting(step);
+            let mut f = self.launch(id, *step, rng);
+            f.begun = begun;
+            flying.push(f);
+        }
+        self.disk.commit();
+        while !flying.is_empty() {
+            self.collect();
+            if self.done.is_empty() {
+                self.sleep();
+            }
+            for (id, result) in std::mem::take(&mut self.done) {
+                let Some(at) = flying.iter().position(|f| f.id == id) else {
+                    panic!("an answer to request {id}, which nobody asked");
+                };
+                let f = flying.swap_remove(at);
+                answered(f.begun, result.is_ok());
+                answers.push(Answer { step: f.step, result, data: f.area.data().to_vec() });
+            }
+        }
+        answers
+    }
+
+    /// Reads a range.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub fn read(&mut self, at: u64, len: u64) -> io::Result<Vec<u8>> {
+        let mut answers = self.play(&[Step::Read { at, len }], &mut Rng::new(1));
+        match answers.pop() {
+            Some(answer) => answer.result.map(|()| answer.data),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    /// Plays one step.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub fn one(&mut self, step: Step) -> io::Result<()> {
+        self.play(&[step], &mut Rng::new(1)).pop().map_or(Ok(()), |a| a.result)
+    }
+
+    /// Gives the disk back, detached.
+    #[must_use]
+    pub fn end(mut self) -> Disk {
+        self.disk.detach();
+        self.disk
+    }
+}
