@@ -9,7 +9,10 @@ MAKEFLAGS += --no-print-directory
 # How long each fuzz target runs under `make test` and `make fuzz`.
 FUZZ_SECONDS ?= 60
 
-.PHONY: help demo test check unit fuzz smoke e2e bench-exit build deps clean-cache
+# Further options of `make bench-block`, for instance BENCH_BLOCK="--pairs 9 --only 'nbd raw'".
+BENCH_BLOCK ?=
+
+.PHONY: help demo test check unit fuzz smoke e2e bench-exit bench-block build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +44,11 @@ e2e: deps build ## all end-to-end tests in the lab, distributions' own user spac
 bench-exit: deps build ## what the ledger costs: the same exits with accounting on and off, and the ratio
 	cargo build --release --locked -p machine --example exit_cost
 	target/release/tare-lab host once --counted --put target/release/examples/exit_cost:/lab/bin/exit_cost exit_cost 2000
+
+bench-block: build ## the disk engine beside QEMU's, natively: ratios as a table, and target/bench-block.json
+	@scripts/install-deps bench
+	cargo build --locked -p tare --example bench_block
+	target/debug/examples/bench_block --json target/bench-block.json $(BENCH_BLOCK)
 
 build: ## the release programs
 	cargo build --release --locked -p tare -p lab -p agent

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The command line of the monitor: `tare run` starts a machine, `tare doctor` looks at the host.
+//! The command line of the monitor: `tare run` starts a machine, `tare img` works on disk images, `tare doctor` looks at
+//! the host.
 //!
 //! The walk: `flags` (what was typed) → `meaning` (what it means) → `run` → `machine`. Failures come back as one line and
 //! an exit code, see `exit`.
@@ -8,6 +9,7 @@ mod doctor;
 mod exit;
 mod files;
 mod flags;
+mod img;
 mod meaning;
 mod run;
 mod terminal;
@@ -23,20 +25,33 @@ use meaning::Meant;
 
 fn main() -> ExitCode {
     std::panic::set_hook(Box::new(die_of_panic));
-    let exit = command(&mut Parser::from_env()).unwrap_or_else(|failure| {
-        complain(&failure.message);
-        failure.exit
-    });
+    let mut args = Parser::from_env();
+    let exit = match command(&mut args) {
+        Ok(Done::Exit(exit)) => exit,
+        Ok(Done::Images) => return img::command(&mut args),
+        Err(failure) => {
+            complain(&failure.message);
+            failure.exit
+        }
+    };
     exit.into()
 }
 
-fn command(args: &mut Parser) -> Result<Exit, Failure> {
+/// How far `command` came.
+enum Done {
+    /// To the end.
+    Exit(Exit),
+    /// To `tare img`, which has commands and exit codes of its own.
+    Images,
+}
+
+fn command(args: &mut Parser) -> Result<Done, Failure> {
     let first = args.next().map_err(flags::lexed)?;
     let name = match first {
         None => return Err(Failure::usage("no command: command line; try `tare run --kernel FILE`, or `tare --help`")),
-        Some(Arg::Long("help") | Arg::Short('h')) => return Ok(show(&overview())),
+        Some(Arg::Long("help") | Arg::Short('h')) => return Ok(Done::Exit(show(&overview()))),
         Some(Arg::Long("version") | Arg::Short('V')) => {
-            return Ok(show(&format!("tare v{}\n", env!("CARGO_PKG_VERSION"))));
+            return Ok(Done::Exit(show(&format!("tare v{}\n", env!("CARGO_PKG_VERSION")))));
         }
         Some(Arg::Value(name)) => name,
         Some(other) => {
@@ -48,21 +63,23 @@ fn command(args: &mut Parser) -> Result<Exit, Failure> {
             return Err(Failure::usage(format!("unknown flag {flag}: command line; did you mean `tare run {flag}`?")));
         }
     };
-    match name.to_str() {
+    let exit = match name.to_str() {
         Some("run") => match flags::parse_run(args)? {
-            Asked::Help => Ok(show(&run_help())),
-            Asked::Do(typed) => run::run(&Meant::new(typed)?),
+            Asked::Help => show(&run_help()),
+            Asked::Do(typed) => run::run(&Meant::new(typed)?)?,
         },
+        Some("img") => return Ok(Done::Images),
         Some("doctor") => match doctor::parse(args)? {
-            Asked::Help => Ok(show(doctor::HELP)),
-            Asked::Do(asked) => doctor::run(&asked),
+            Asked::Help => show(doctor::HELP),
+            Asked::Do(asked) => doctor::run(&asked)?,
         },
-        Some("help") => Ok(show(&overview())),
+        Some("help") => show(&overview()),
         _ => {
             let what = format!("unknown command `{}`: command line", name.to_string_lossy());
-            Err(Failure::usage(format!("{what}; the commands are run and doctor")))
+            return Err(Failure::usage(format!("{what}; the commands are run, img and doctor")));
         }
-    }
+    };
+    Ok(Done::Exit(exit))
 }
 
 /// Prints on standard output; a reader that left early is no error.
@@ -76,9 +93,10 @@ fn overview() -> String {
         "tare v{}: a microVM monitor that shows what virtualization weighs\n\n\
          usage:\n\
          \x20 tare run --kernel FILE [--disk FILE] [--cpus N] [--memory SIZE] ...   run a machine\n\
+         \x20 tare img COMMAND [options] FILE...                                  work on disk images\n\
          \x20 tare doctor [--json]                                                look at this host\n\
          \x20 tare --version\n\n\
-         `tare run --help` and `tare doctor --help` say more.\n\n{}",
+         `tare run --help`, `tare img --help` and `tare doctor --help` say more.\n\n{}",
         env!("CARGO_PKG_VERSION"),
         exit_help()
     )
