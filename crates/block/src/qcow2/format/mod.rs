@@ -6,6 +6,7 @@
 //! The layout is that of QEMU's published description of the format (interop/qcow2); its limits are QEMU's too, so that
 //! neither refuses an image of the other.
 
+pub mod compress;
 pub mod entry;
 pub mod header;
 pub mod refcount;
