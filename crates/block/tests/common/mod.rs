@@ -2,6 +2,9 @@
 //! What the tests of this crate share: a seeded generator, requests that own their buffers, a user that drives a disk.
 #![allow(dead_code, missing_docs, clippy::unwrap_used, clippy::expect_used)]
 
+pub mod tools;
+pub mod twin;
+
 use std::collections::HashMap;
 use std::io;
 

@@ -94,8 +94,8 @@ pub struct Style {
     pub batches: usize,
     /// Most requests in flight.
     pub depth: u64,
-    /// With snapshots.
-    pub snapshots: bool,
+    /// Most snapshots at a time.
+    pub snapshots: usize,
     /// With resizes.
     pub resize: bool,
     /// With reopening.
@@ -131,11 +131,11 @@ impl History {
                 }
                 items.push(Item::Resize(size));
             }
-            if (style.reopen || style.snapshots) && n + 1 < style.batches && rng.one_in(6) {
+            if (style.reopen || style.snapshots > 0) && n + 1 < style.batches && rng.one_in(6) {
                 items.push(Item::Reopen);
-                if style.snapshots {
+                if style.snapshots > 0 {
                     match rng.below(5) {
-                        0..3 => {
+                        0..3 if snapshots.len() < style.snapshots => {
                             named += 1;
                             items.push(Item::SnapshotCreate(named));
                             snapshots.push((named, size));

@@ -271,7 +271,7 @@ impl<'a> Layer<'a> {
     /// Whether every reference is counted, and nothing else is.
     #[must_use]
     pub fn check(&self) -> Check {
-        let mut uses = Uses { cluster: self.cluster, ..Uses::default() };
+        let mut uses = Uses { cluster: self.cluster, end: self.bytes.len() as u64, ..Uses::default() };
         uses.add("header", 0, self.cluster);
         uses.add("refcount table", self.table_at, self.table_clusters * self.cluster);
         for i in 0..self.table_clusters * self.cluster / 8 {
@@ -386,6 +386,7 @@ impl<'a> Layer<'a> {
 #[derive(Debug, Default)]
 struct Uses {
     cluster: u64,
+    end: u64,
     clusters: HashMap<u64, (u64, &'static str, bool)>,
     bad: Vec<String>,
 }
@@ -394,6 +395,10 @@ impl Uses {
     fn add(&mut self, what: &'static str, at: u64, len: u64) {
         if len == 0 {
             return;
+        }
+        // QEMU's rule: what is used may reach past the end of the file by less than a cluster.
+        if (at + len).saturating_sub(self.end) >= self.cluster {
+            self.bad.push(format!("{what} at {at:#x}, {len} bytes, lies past the end of the file ({:#x})", self.end));
         }
         let packed = what == "compressed data";
         if !packed && !at.is_multiple_of(self.cluster) {
