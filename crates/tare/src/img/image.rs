@@ -1,24 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 //! How `tare img` opens an image: the options that its commands share (`-f`, `-t`, `-i`, `-U`) and their meaning.
 
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use block::{Aio, Cache, Disk};
+use block::{Aio, Cache, Disk, Format};
 
 use super::args::{Options, Refusal};
 
 /// Words of `-f`.
-const FORMATS: &[(&str, Format)] = &[("raw", Format::Raw)];
+pub const FORMATS: &[(&str, Format)] = &[("raw", Format::Raw), ("qcow2", Format::Qcow2)];
 /// Words of `-t`; qemu-img's that mean one of ours come with it.
 const CACHES: &[(&str, Cache)] = &[("writeback", Cache::Writeback), ("none", Cache::None), ("unsafe", Cache::Unsafe)];
 /// Words of `-i`.
 const AIOS: &[(&str, Aio)] = &[("auto", Aio::Auto), ("io_uring", Aio::IoUring), ("threads", Aio::Threads)];
 
-/// A format as `-f` names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// The bytes of the disk, one to one.
-    Raw,
+/// What qcow2 images start with.
+const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
+
+/// The format's name, as `-f` takes it.
+pub fn word(format: Format) -> &'static str {
+    FORMATS.iter().find(|(_, f)| *f == format).map_or("raw", |(word, _)| word)
+}
+
+/// The format of the file at `path` by its first bytes, for users who said none. What can't be read is raw: opening it
+/// says why.
+pub fn looked_for(path: &Path) -> Format {
+    let mut start = [0; 4];
+    // Only of what can be an image: opening a pipe would hang.
+    let regular = std::fs::metadata(path).is_ok_and(|m| m.is_file() || m.file_type().is_block_device());
+    let read = regular && File::open(path).and_then(|mut f| f.read_exact(&mut start)).is_ok();
+    if read && start == QCOW2_MAGIC { Format::Qcow2 } else { Format::Raw }
 }
 
 /// What the options said about one image.
@@ -59,6 +73,7 @@ impl How {
     /// The engine's line, with exit code 1.
     pub fn open(&self, path: &Path) -> Result<Disk, Refusal> {
         let mut options = block::Options::new(path);
+        options.format = self.format.unwrap_or_else(|| looked_for(path));
         options.readonly = self.readonly;
         options.cache = self.cache;
         options.aio = self.aio;

@@ -7,7 +7,9 @@
 mod args;
 mod bench;
 mod image;
+mod interrupt;
 mod pump;
+mod serve;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -28,8 +30,10 @@ struct Command {
     run: fn(&mut Options<'_>) -> Result<u8, Refusal>,
 }
 
-const COMMANDS: &[Command] =
-    &[Command { name: "bench", what: "time requests on an image", help: bench::HELP, run: bench::run }];
+const COMMANDS: &[Command] = &[
+    Command { name: "bench", what: "time requests on an image", help: bench::HELP, run: bench::run },
+    Command { name: "serve", what: "give an image to other programs over NBD", help: serve::HELP, run: serve::run },
+];
 
 /// Runs `tare img` with what follows on the command line.
 pub fn command(args: &mut Parser) -> ExitCode {
