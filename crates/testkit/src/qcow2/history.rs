@@ -275,12 +275,16 @@ fn random_range(rng: &mut Rng, style: &Style, size: u64) -> (u64, u64) {
     (at, len.min(fit(size - at)))
 }
 
+/// Contents with this bit in their name can be compressed: all but the first word of each sector is zero.
+pub const THIN: u32 = 1 << 31;
+
 /// The 8 bytes at `word * 8` of the content named `id`; the first of each sector is the name, marked.
 #[must_use]
 pub fn word(id: u32, word: u64) -> u64 {
     match id {
         0 => 0,
         _ if word.is_multiple_of(64) => 0xda7a_0000_0000_0000 | u64::from(id),
+        _ if id & THIN != 0 => 0,
         _ => {
             let mixed = (u64::from(id) << 40 ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             mixed ^ (mixed >> 31)

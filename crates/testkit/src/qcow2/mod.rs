@@ -3,6 +3,7 @@
 //! a naive reader and checker of qcow2 that shares no line with the engine, every image a power cut could leave, and the
 //! options of images in rows that cover each pair. Used by the tests of `block` and by fuzz targets.
 
+pub mod counting;
 pub mod cut;
 pub mod history;
 pub mod model;
@@ -11,6 +12,7 @@ pub mod player;
 pub mod reader;
 pub mod rng;
 
+pub use counting::Counting;
 pub use cut::Cuts;
 pub use history::{Batch, History, Item, Step};
 pub use model::{Bytes, Ledger};

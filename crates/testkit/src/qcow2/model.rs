@@ -97,6 +97,17 @@ impl Ledger {
         Self { sectors: (0..size / SECTOR).map(value).collect(), flushes: Vec::new() }
     }
 
+    /// A disk that holds this, durably: contents as `fill` makes them, each sector whole.
+    ///
+    /// # Errors
+    /// The first sector that is none.
+    pub fn of(content: &[u8]) -> Result<Self, String> {
+        let names: Option<Vec<u32>> =
+            content.chunks(SECTOR as usize).zip(0..).map(|(sector, n)| name_of(sector, n)).collect();
+        let names = names.ok_or("a sector of no known content")?;
+        Ok(Self::new(content.len() as u64, |n| names[n as usize]))
+    }
+
     fn touched(&mut self, step: &Step) -> &mut [Vec<Value>] {
         let (at, len) = step.range();
         &mut self.sectors[(at / SECTOR) as usize..((at + len) / SECTOR) as usize]

@@ -43,6 +43,8 @@ pub struct Layer<'a> {
 pub struct Snapshot {
     /// Its name.
     pub name: String,
+    /// Bytes of the disk then; 0 if it does not say.
+    pub size: u64,
     l1_at: u64,
     l1_len: u64,
 }
@@ -133,7 +135,8 @@ impl<'a> Layer<'a> {
             let name_at = (at + 40 + extra + id_len) as usize;
             let name = self.bytes.get(name_at..name_at + name_len as usize).ok_or("snapshot table past the end")?;
             let name = String::from_utf8_lossy(name).into_owned();
-            self.snapshots.push(Snapshot { name, l1_at: field(0, 8), l1_len: field(8, 4) });
+            let size = if extra >= 16 { field(48, 8) } else { 0 };
+            self.snapshots.push(Snapshot { name, size, l1_at: field(0, 8), l1_len: field(8, 4) });
             at += (40 + extra + id_len + name_len).next_multiple_of(8);
         }
         self.snapshots_at.1 = at - self.snapshots_at.0;
@@ -216,16 +219,25 @@ impl<'a> Layer<'a> {
     /// # Errors
     /// A compressed cluster that can't be read.
     pub fn read(&self, backing: &[u8], inflate: Inflate<'_>) -> Result<Vec<u8>, String> {
-        self.read_at(self.l1_at, self.l1_len, backing, inflate)
+        self.read_at((self.l1_at, self.l1_len), self.size, backing, inflate)
     }
 
-    fn read_at(&self, l1_at: u64, l1_len: u64, backing: &[u8], inflate: Inflate<'_>) -> Result<Vec<u8>, String> {
+    /// The whole content of the disk at a snapshot.
+    ///
+    /// # Errors
+    /// A compressed cluster that can't be read.
+    pub fn read_snapshot(&self, of: &Snapshot, backing: &[u8], inflate: Inflate<'_>) -> Result<Vec<u8>, String> {
+        let size = if of.size == 0 { self.size } else { of.size };
+        self.read_at((of.l1_at, of.l1_len), size, backing, inflate)
+    }
+
+    fn read_at(&self, l1: (u64, u64), size: u64, backing: &[u8], inflate: Inflate<'_>) -> Result<Vec<u8>, String> {
         let parts = if self.extended() { 32 } else { 1 };
         let step = self.cluster / parts;
-        let mut out = vec![0; self.size as usize];
+        let mut out = vec![0; size as usize];
         let file = self.data.filter(|_| self.external()).unwrap_or(self.bytes);
-        for guest in 0..self.size.div_ceil(self.cluster) {
-            let entry = self.entry(l1_at, l1_len, guest);
+        for guest in 0..size.div_ceil(self.cluster) {
+            let entry = self.entry(l1.0, l1.1, guest);
             for sub in 0..parts {
                 let at = guest * self.cluster + sub * step;
                 let Some(room) = out.get_mut(at as usize..) else { break };
