@@ -2,3 +2,4 @@
 //! qcow2: the format on paper (`format`), the editor of images that nobody uses (`offline`), and the engine that serves one.
 
 pub mod format;
+pub mod offline;

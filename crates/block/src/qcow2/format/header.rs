@@ -25,6 +25,8 @@ pub const MAX_SNAPSHOTS: u32 = 65_536;
 pub const MAX_BACKING_NAME: usize = 1023;
 /// The most bitmaps.
 pub const MAX_BITMAPS: u32 = 65_535;
+/// The most bytes of a LUKS header with its key slots.
+pub const MAX_LUKS_HEADER: u64 = 32 << 20;
 /// The most bytes of a bitmap directory.
 pub const MAX_BITMAP_DIRECTORY: u64 = 65_535 * (24 + 1023);
 /// Bytes of a version 2 header.
@@ -107,7 +109,7 @@ pub enum Compression {
 
 /// A table as the header names it: where it is and how many it has of what it counts (L1 entries; clusters of the refcount
 /// table; snapshots).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Table {
     /// Offset in the file, at a cluster's start.
     pub offset: u64,
@@ -339,6 +341,9 @@ impl Header {
         }
         match (self.crypt, self.extensions.encryption) {
             (Crypt::Luks, None) => return FormatError::corrupt("encrypted by LUKS, but without a LUKS header"),
+            (Crypt::Luks, Some(at)) if at.len > MAX_LUKS_HEADER => {
+                return FormatError::unsupported(format!("a LUKS header of {} bytes", at.len));
+            }
             (Crypt::None | Crypt::Aes, Some(_)) => {
                 return FormatError::corrupt("a LUKS header, but not encrypted by LUKS");
             }
@@ -448,6 +453,44 @@ impl Header {
             _ => ext.other.push((kind, data.to_vec())),
         }
         Ok(())
+    }
+
+    /// How many bytes of the first cluster the header in it uses: fields, extensions and the backing file's name.
+    pub fn used_bytes(cluster: &[u8]) -> usize {
+        let mut at = if be32(cluster, 4) == 2 { V2_LENGTH as usize } else { be32(cluster, 100) as usize };
+        let name = be64(cluster, 8) as usize;
+        let end = if name == 0 { cluster.len() } else { name };
+        while at.saturating_add(8) <= end.min(cluster.len()) {
+            let (kind, len) = (be32(cluster, at), be32(cluster, at + 4) as usize);
+            at = at.saturating_add(8);
+            if kind == EXT_END {
+                break;
+            }
+            at = at.saturating_add(len.next_multiple_of(8));
+        }
+        let named = if name == 0 { 0 } else { name.saturating_add(be32(cluster, 16) as usize) };
+        at.max(named).min(cluster.len())
+    }
+
+    /// Like [`Header::to_cluster`], but with all but the backing file's name in the first sector and that name at `place`, so
+    /// that it can be put in place of another header without a moment of neither. Without feature names.
+    ///
+    /// # Errors
+    /// It doesn't fit.
+    pub fn to_cluster_at(&self, place: u64) -> Result<Vec<u8>, FormatError> {
+        let mut out = Header { backing: None, ..self.clone() }.serialize(false)?;
+        let name = self.backing.as_ref().map_or(&[][..], |n| n.as_bytes());
+        let end = place + name.len() as u64;
+        if out.len() > 512 || name.len() > MAX_BACKING_NAME || (!name.is_empty() && end > self.cluster_size()) {
+            return FormatError::unsupported("names and extensions don't fit into its header; use shorter names");
+        }
+        out.resize(self.cluster_size() as usize, 0);
+        if !name.is_empty() {
+            out[place as usize..end as usize].copy_from_slice(name);
+            out[8..16].copy_from_slice(&place.to_be_bytes());
+            out[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
+        }
+        Ok(out)
     }
 
     /// The first cluster as it is to be in the file: header, extensions, backing file name, zeros to the cluster's end. The

@@ -6,10 +6,12 @@
 //! The layout is that of QEMU's published description of the format (interop/qcow2); its limits are QEMU's too, so that
 //! neither refuses an image of the other.
 
+pub mod bitmap;
 pub mod compress;
 pub mod entry;
 pub mod header;
 pub mod refcount;
+pub mod snapshot;
 
 /// Why bytes can't be used as what they claim to be. Each message is the rest of a line that begins with the image's name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
