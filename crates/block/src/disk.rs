@@ -13,6 +13,8 @@ use base::{EventFd, SECTOR_SIZE, Seg};
 use crate::error::Error;
 use crate::open;
 use crate::options::{Format, Options};
+use crate::qcow2::engine::chain::{self, Chain};
+use crate::qcow2::engine::handle::Handle;
 use crate::raw::Raw;
 use crate::storage::Storage;
 use crate::storage::faults::{FaultPlan, FaultStorage};
@@ -100,22 +102,31 @@ pub struct Extent {
     pub compressed: bool,
 }
 
+/// What serves the requests. An enum and no trait object: the calls on the way of each request are direct.
+#[derive(Debug)]
+enum Body {
+    Raw(Raw),
+    Qcow2(Box<Handle>),
+}
+
 /// A disk: a format on a storage.
 #[derive(Debug)]
 pub struct Disk {
-    raw: Raw,
+    body: Body,
     path: PathBuf,
     warning: Option<String>,
 }
 
 impl Disk {
-    /// Opens a raw image, locks it and finds out what its host can do. No thread is started and no ring is kept yet.
+    /// Opens an image and all files below it, locks them and finds out what their host can do. No thread is started and no
+    /// ring is kept yet.
     ///
     /// # Errors
     /// See [`Error`].
     pub fn open(options: &Options) -> Result<Self, Error> {
         if options.format == Format::Qcow2 {
-            return Err(Error::Unsupported(options.path.clone(), "format=qcow2 is not served yet".into()));
+            let (chain, warnings) = chain::open(options)?;
+            return Self::on_chain(chain, &options.path, warnings);
         }
         let opened = open::open(options)?;
         let size = opened.size;
@@ -134,8 +145,33 @@ impl Disk {
         }
         let storage = Storage::File(FileStorage::new(opened.file, options));
         let raw = Raw::new(storage, whole, options.readonly, opened.limits);
-        let warning = (!warnings.is_empty()).then(|| warnings.join("; "));
-        Ok(Self { raw, path: options.path.clone(), warning })
+        Ok(Self { body: Body::Raw(raw), path: options.path.clone(), warning: one_line(&warnings) })
+    }
+
+    fn on_chain(chain: Chain, path: &Path, warnings: Vec<String>) -> Result<Self, Error> {
+        let failed = |source| Error::Io { path: path.to_owned(), what: "make a handle on it", source };
+        let handle = Handle::new(chain).map_err(failed)?;
+        Ok(Self { body: Body::Qcow2(Box::new(handle)), path: path.to_owned(), warning: one_line(&warnings) })
+    }
+
+    /// A disk on a qcow2 image in memory that logs each change, for tests of power cuts. Of `options`, the path is only a name;
+    /// the image may name no other file.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn recorded_qcow2(image: &RecordImage, options: &Options) -> Result<Self, Error> {
+        let storage = Storage::Record(RecordStorage::new(image.clone()));
+        Self::on_chain(chain::open_alone(storage, options)?, &options.path, Vec::new())
+    }
+
+    /// As [`Disk::recorded_qcow2`], with faults staged by `plan` from the opening on.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn faulty_qcow2(image: &MemImage, options: &Options, plan: &FaultPlan) -> Result<Self, Error> {
+        let storage = Storage::Mem(MemStorage::new(image.clone()));
+        let storage = Storage::Faults(Box::new(FaultStorage::new(storage, plan.clone())));
+        Self::on_chain(chain::open_alone(storage, options)?, &options.path, Vec::new())
     }
 
     /// A disk in memory, for tests and tools.
@@ -144,7 +180,7 @@ impl Disk {
         let limits = Limits { block_size: 512, discard_granularity: 512 };
         let size = image.len() - image.len() % SECTOR_SIZE;
         let raw = Raw::new(Storage::Mem(MemStorage::new(image.clone())), size, readonly, limits);
-        Self { raw, path: PathBuf::from("memory"), warning: None }
+        Self { body: Body::Raw(raw), path: PathBuf::from("memory"), warning: None }
     }
 
     /// A disk in memory that logs each change, for tests of power cuts.
@@ -153,13 +189,17 @@ impl Disk {
         let limits = Limits { block_size: 512, discard_granularity: 512 };
         let size = image.len() - image.len() % SECTOR_SIZE;
         let raw = Raw::new(Storage::Record(RecordStorage::new(image.clone())), size, readonly, limits);
-        Self { raw, path: PathBuf::from("memory"), warning: None }
+        Self { body: Body::Raw(raw), path: PathBuf::from("memory"), warning: None }
     }
 
     /// The same disk with faults staged by `plan`, for tests.
     #[must_use]
     pub fn with_faults(mut self, plan: &FaultPlan) -> Self {
-        self.raw.wrap(|inner| Storage::Faults(Box::new(FaultStorage::new(inner, plan.clone()))));
+        let around = |inner| Storage::Faults(Box::new(FaultStorage::new(inner, plan.clone())));
+        match &mut self.body {
+            Body::Raw(raw) => raw.wrap(around),
+            Body::Qcow2(handle) => handle.wrap(around),
+        }
         self
     }
 
@@ -178,25 +218,37 @@ impl Disk {
     /// Bytes of the disk; a multiple of 512, at least 512.
     #[must_use]
     pub fn size(&self) -> u64 {
-        self.raw.size()
+        match &self.body {
+            Body::Raw(raw) => raw.size(),
+            Body::Qcow2(handle) => handle.top().map_or(0, |top| top.size()),
+        }
     }
 
     /// Whether writes are refused.
     #[must_use]
     pub fn readonly(&self) -> bool {
-        self.raw.readonly()
+        match &self.body {
+            Body::Raw(raw) => raw.readonly(),
+            Body::Qcow2(handle) => handle.top().is_none_or(|top| !top.writable),
+        }
     }
 
     /// Sizes that the host likes.
     #[must_use]
     pub fn limits(&self) -> Limits {
-        self.raw.limits()
+        match &self.body {
+            Body::Raw(raw) => raw.limits(),
+            Body::Qcow2(handle) => handle.limits(),
+        }
     }
 
     /// The way requests that must wait take now: `io_uring`, `threads` or `memory`. Says `detached` before [`Disk::attach`].
     #[must_use]
     pub fn engine(&self) -> &'static str {
-        self.raw.storage().engine()
+        match &self.body {
+            Body::Raw(raw) => raw.storage().engine(),
+            Body::Qcow2(handle) => handle.engine(),
+        }
     }
 
     /// Another handle on the same image for another thread: same bytes, requests and completions of its own. A flush on any of
@@ -205,7 +257,11 @@ impl Disk {
     /// # Errors
     /// When the host has no descriptors left, or the disk is one for tests (faults).
     pub fn share(&self) -> io::Result<Self> {
-        Err(io::Error::new(io::ErrorKind::Unsupported, "this disk can't be shared by threads yet"))
+        let body = match &self.body {
+            Body::Raw(raw) => Body::Raw(raw.share().ok_or_else(|| io::Error::from_raw_os_error(libc::EOPNOTSUPP))?),
+            Body::Qcow2(handle) => Body::Qcow2(Box::new(handle.share()?)),
+        };
+        Ok(Self { body, path: self.path.clone(), warning: None })
     }
 
     /// How `len` bytes from `offset` on are kept, in order, without gaps. Waits for what it has to read; for tools.
@@ -213,8 +269,10 @@ impl Disk {
     /// # Errors
     /// A range past the end, or what the host says.
     pub fn extents(&mut self, offset: u64, len: u64) -> io::Result<Vec<Extent>> {
-        let _ = (offset, len);
-        Err(io::Error::new(io::ErrorKind::Unsupported, "this disk's extents can't be told yet"))
+        match &mut self.body {
+            Body::Raw(raw) => raw.extents(offset, len),
+            Body::Qcow2(handle) => handle.extents(offset, len),
+        }
     }
 
     /// Makes the disk `bytes` long (a multiple of 512) and waits until that is durable. New bytes read as zeroes.
@@ -222,8 +280,10 @@ impl Disk {
     /// # Errors
     /// What can't be had on this image, in one line; or what the host says.
     pub fn resize(&mut self, bytes: u64) -> io::Result<()> {
-        let _ = bytes;
-        Err(io::Error::new(io::ErrorKind::Unsupported, "this disk can't be resized yet"))
+        match &mut self.body {
+            Body::Raw(raw) => raw.resize(bytes),
+            Body::Qcow2(handle) => handle.resize(bytes),
+        }
     }
 
     /// Makes the calling thread the disk's user: starts the ring or the threads. `wake` is written to when a completion
@@ -232,32 +292,54 @@ impl Disk {
     /// # Errors
     /// When the host has no descriptors, threads or locked memory left.
     pub fn attach(&mut self, wake: &EventFd) -> io::Result<()> {
-        self.raw.storage_mut().attach(wake)
+        match &mut self.body {
+            Body::Raw(raw) => raw.storage_mut().attach(wake),
+            Body::Qcow2(handle) => handle.attach(wake),
+        }
     }
 
     /// Gives the ring and the threads back. Waits for what is in flight; its completions can still be reaped.
     pub fn detach(&mut self) {
-        self.raw.storage_mut().detach();
+        match &mut self.body {
+            Body::Raw(raw) => raw.storage_mut().detach(),
+            Body::Qcow2(handle) => handle.detach(),
+        }
     }
 
     /// Takes a request. It may be served before this returns, or wait for [`Disk::commit`].
     pub fn submit(&mut self, request: &Request<'_>) {
-        self.raw.submit(request);
+        match &mut self.body {
+            Body::Raw(raw) => raw.submit(request),
+            Body::Qcow2(handle) => handle.submit(request),
+        }
     }
 
     /// Sends off everything submitted since the last call, in one system call where there is one to make.
     pub fn commit(&mut self) {
-        self.raw.storage_mut().commit();
+        match &mut self.body {
+            Body::Raw(raw) => raw.storage_mut().commit(),
+            Body::Qcow2(handle) => handle.commit(),
+        }
     }
 
     /// Appends the completions there are to `done`; makes no system call unless a request has to be continued.
     pub fn reap(&mut self, done: &mut Vec<Completion>) {
-        self.raw.storage_mut().reap(done);
+        match &mut self.body {
+            Body::Raw(raw) => raw.storage_mut().reap(done),
+            Body::Qcow2(handle) => handle.reap(done),
+        }
     }
 
     /// Says that the caller is about to sleep on its eventfd, or woke from it. Between `true` and `false` completions write
     /// to the eventfd; else they may or may not. After `true`, [`Disk::reap`] once more before sleeping.
     pub fn want_wake(&mut self, on: bool) {
-        self.raw.storage_mut().want_wake(on);
+        match &mut self.body {
+            Body::Raw(raw) => raw.storage_mut().want_wake(on),
+            Body::Qcow2(handle) => handle.want_wake(on),
+        }
     }
+}
+
+fn one_line(warnings: &[String]) -> Option<String> {
+    (!warnings.is_empty()).then(|| warnings.join("; "))
 }

@@ -2,16 +2,17 @@
 //! Direct I/O for requests whose address, offset or length the host can't take as they are: the bytes go through one aligned
 //! buffer, on the calling thread, one request at a time.
 //!
-//! A write that covers part of a block reads the block first. That needs no lock: all such writes of a disk go through the one
-//! worker that calls this, and a block-aligned write in flight at the same time could only overlap in a sector that the
-//! guest itself writes twice at once.
+//! A write that covers part of a block reads the block first. All such writes of a file take turns, whatever thread they
+//! come from; a block-aligned write in flight at the same time could only overlap in a sector that the guest itself writes
+//! twice at once.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fs::File;
 use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use base::Seg;
 
+use super::buffer::AlignedBuf;
 use super::sys;
 
 /// Bytes moved at a time; a multiple of every block size.
@@ -21,16 +22,20 @@ const BUFFER: usize = 256 << 10;
 #[derive(Debug)]
 pub struct Bounce {
     align: u64,
-    buffer: Option<*mut u8>,
+    buffer: Option<AlignedBuf>,
+    /// Held from reading a block to writing it back.
+    turn: Arc<Mutex<()>>,
 }
-
-// SAFETY: the buffer belongs to this value alone and has no thread affinity.
-unsafe impl Send for Bounce {}
 
 impl Bounce {
     /// A bounce for a file whose direct I/O wants multiples of `align` bytes, a power of two up to 4096.
     pub fn new(align: u32) -> Self {
-        Self { align: u64::from(align.clamp(512, 4096)), buffer: None }
+        Self { align: u64::from(align.clamp(512, 4096)), buffer: None, turn: Arc::default() }
+    }
+
+    /// Another one for the same file.
+    pub fn share(&self) -> Self {
+        Self { align: self.align, buffer: None, turn: Arc::clone(&self.turn) }
     }
 
     /// Whether the host takes the request as it is.
@@ -45,7 +50,10 @@ impl Bounce {
     /// What the host says; `EIO` at the end of the file.
     pub fn read(&mut self, file: &File, segs: &[Seg], offset: u64) -> io::Result<()> {
         self.pieces(segs, offset, |ptr, span, inner, piece| {
-            sys::read_all(file, &[Seg { ptr, len: span.len }], span.start)?;
+            let got = sys::read_most(file, Seg { ptr, len: span.len }, span.start)?;
+            if (got as u64) < inner as u64 + base::segs::total_len(piece) {
+                return Err(io::Error::from_raw_os_error(libc::EIO));
+            }
             copy(ptr.wrapping_add(inner), piece, Way::OutOfBuffer);
             Ok(())
         })
@@ -56,10 +64,14 @@ impl Bounce {
     /// # Errors
     /// What the host says.
     pub fn write(&mut self, file: &File, segs: &[Seg], offset: u64) -> io::Result<()> {
+        let turn = Arc::clone(&self.turn);
+        let _mine = turn.lock().unwrap_or_else(PoisonError::into_inner);
         self.pieces(segs, offset, |ptr, span, inner, piece| {
             let whole = base::segs::total_len(piece) == span.len as u64;
             if !whole {
-                sys::read_all(file, &[Seg { ptr, len: span.len }], span.start)?;
+                // What the file has not yet is zeroes, whatever the buffer held.
+                let got = sys::read_most(file, Seg { ptr, len: span.len }, span.start)?;
+                super::buffer::fill_zero(&[Seg { ptr: ptr.wrapping_add(got), len: span.len - got }]);
             }
             copy(ptr.wrapping_add(inner), piece, Way::IntoBuffer);
             sys::write_all(file, &[Seg { ptr, len: span.len }], span.start)
@@ -90,30 +102,11 @@ impl Bounce {
         Ok(())
     }
 
-    fn layout() -> io::Result<Layout> {
-        Layout::from_size_align(BUFFER, 4096).map_err(io::Error::other)
-    }
-
     fn buffer(&mut self) -> io::Result<*mut u8> {
-        if let Some(ptr) = self.buffer {
-            return Ok(ptr);
+        if self.buffer.is_none() {
+            self.buffer = Some(AlignedBuf::zeroed(BUFFER)?);
         }
-        // SAFETY: the layout has a size that is not zero.
-        let ptr = unsafe { alloc_zeroed(Self::layout()?) };
-        if ptr.is_null() {
-            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
-        }
-        self.buffer = Some(ptr);
-        Ok(ptr)
-    }
-}
-
-impl Drop for Bounce {
-    fn drop(&mut self) {
-        if let (Some(ptr), Ok(layout)) = (self.buffer, Self::layout()) {
-            // SAFETY: ptr came from alloc_zeroed with this very layout and nobody else has it.
-            unsafe { dealloc(ptr, layout) };
-        }
+        Ok(self.buffer.as_ref().map_or(std::ptr::null_mut(), |b| b.seg(0, BUFFER).ptr))
     }
 }
 

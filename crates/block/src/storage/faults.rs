@@ -124,6 +124,16 @@ impl FaultStorage {
         Self { inner, plan, held: Vec::new(), ready: Vec::new() }
     }
 
+    /// The storage below.
+    pub fn inner(&self) -> &Storage {
+        &self.inner
+    }
+
+    /// See [`Storage::share`]: the plan is shared too.
+    pub fn share(&self) -> Option<Self> {
+        Some(Self::new(self.inner.share()?, self.plan.clone()))
+    }
+
     /// See [`crate::Disk::attach`].
     pub fn attach(&mut self, wake: &EventFd) -> io::Result<()> {
         self.plan.lock().wake = Some(wake.try_clone()?);

@@ -10,6 +10,7 @@
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use base::EventFd;
@@ -59,22 +60,28 @@ pub struct FileStorage {
     /// By request id.
     kinds: Vec<Kind>,
     in_flight: usize,
-    durable: Durable,
+    durable: Arc<Durable>,
     bounce: Bounce,
     reads: Patience,
     writes: Patience,
     flushes: Patience,
 }
 
-/// Which flushes have anything to do.
+/// Which flushes have anything to do; one for all storages on the same open file.
 #[derive(Debug)]
 struct Durable {
     /// Modifications that completed, plus one for what was dirty before we came.
-    modified: u64,
+    modified: AtomicU64,
     /// How many of them the last good flush covers.
-    flushed: u64,
+    flushed: AtomicU64,
     /// A flush failed: the page cache may have dropped data, so no later flush may claim success.
-    lost: bool,
+    lost: AtomicBool,
+}
+
+impl Durable {
+    fn modified(&self) -> u64 {
+        self.modified.load(Ordering::Acquire)
+    }
 }
 
 impl FileStorage {
@@ -91,11 +98,86 @@ impl FileStorage {
             ready: Vec::new(),
             kinds: Vec::new(),
             in_flight: 0,
-            durable: Durable { modified: 1, flushed: 0, lost: false },
+            durable: Arc::new(Durable {
+                modified: AtomicU64::new(1),
+                flushed: AtomicU64::new(0),
+                lost: AtomicBool::new(false),
+            }),
             reads: Patience::default(),
             writes: Patience::default(),
             flushes: Patience::default(),
         }
+    }
+
+    /// See [`super::Storage::share`].
+    pub fn share(&self) -> Self {
+        Self {
+            file: Arc::clone(&self.file),
+            block_device: self.block_device,
+            direct: self.direct,
+            cache: self.cache,
+            aio: self.aio,
+            back: Back::None,
+            ready: Vec::new(),
+            kinds: Vec::new(),
+            in_flight: 0,
+            durable: Arc::clone(&self.durable),
+            bounce: self.bounce.share(),
+            reads: Patience::default(),
+            writes: Patience::default(),
+            flushes: Patience::default(),
+        }
+    }
+
+    /// See [`super::Storage::len`].
+    pub fn len(&self) -> io::Result<u64> {
+        if self.block_device { sys::device_size(&self.file) } else { Ok(self.file.metadata()?.len()) }
+    }
+
+    /// See [`super::Storage::set_len`].
+    pub fn set_len(&self, len: u64) -> io::Result<()> {
+        if self.block_device {
+            let fits = sys::device_size(&self.file)? >= len;
+            return if fits { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOSPC)) };
+        }
+        self.file.set_len(len)?;
+        self.durable.modified.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// See [`super::Storage::reserve`].
+    pub fn reserve(&self, old: u64, len: u64) -> io::Result<()> {
+        if self.block_device {
+            return self.set_len(len);
+        }
+        match sys::allocate(&self.file, old, len) {
+            Err(e) if sys::cannot(&e) => return self.set_len(len),
+            other => other?,
+        }
+        self.durable.modified.fetch_add(1, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// See [`super::Storage::hole_end`].
+    pub fn hole_end(&self, offset: u64) -> u64 {
+        if self.block_device {
+            return offset;
+        }
+        match sys::next_data(&self.file, offset) {
+            Ok(Some(at)) => at.max(offset),
+            Ok(None) => u64::MAX,
+            Err(_) => offset,
+        }
+    }
+
+    /// See [`super::Storage::data_end`].
+    pub fn data_end(&self, offset: u64) -> u64 {
+        if self.block_device { u64::MAX } else { sys::next_hole(&self.file, offset).unwrap_or(u64::MAX) }
+    }
+
+    /// See [`super::Storage::grows`].
+    pub fn grows(&self) -> bool {
+        !self.block_device
     }
 
     /// See [`crate::Disk::attach`].
@@ -138,7 +220,7 @@ impl FileStorage {
     pub fn submit(&mut self, request: &Request<'_>) {
         let kind = match request.op {
             Op::Read => Kind::Read,
-            Op::Flush => Kind::Flush(self.durable.modified),
+            Op::Flush => Kind::Flush(self.durable.modified()),
             Op::Write | Op::Discard | Op::WriteZeroes { .. } => Kind::Modify,
         };
         let result = match self.no_need(kind) {
@@ -172,10 +254,10 @@ impl FileStorage {
         if self.cache == Cache::Unsafe {
             return Some(Ok(()));
         }
-        if self.durable.lost {
+        if self.durable.lost.load(Ordering::Acquire) {
             return Some(Err(io::Error::from_raw_os_error(libc::EIO)));
         }
-        (covers == self.durable.flushed).then_some(Ok(()))
+        (covers == self.durable.flushed.load(Ordering::Acquire)).then_some(Ok(()))
     }
 
     /// Serves the request on this thread if that is the thing to do; `None` leaves it to the back end.
@@ -291,9 +373,13 @@ impl FileStorage {
         match kind {
             Kind::Read => {}
             // Failed writes count too: part of them may have arrived.
-            Kind::Modify => self.durable.modified += 1,
-            Kind::Flush(covers) if ok => self.durable.flushed = self.durable.flushed.max(covers),
-            Kind::Flush(_) => self.durable.lost = true,
+            Kind::Modify => {
+                self.durable.modified.fetch_add(1, Ordering::AcqRel);
+            }
+            Kind::Flush(covers) if ok => {
+                self.durable.flushed.fetch_max(covers, Ordering::AcqRel);
+            }
+            Kind::Flush(_) => self.durable.lost.store(true, Ordering::Release),
         }
     }
 }
@@ -332,17 +418,17 @@ mod tests {
     #[test]
     fn a_flush_with_nothing_to_do_does_nothing() {
         let mut s = storage(Cache::Writeback);
-        assert!(s.no_need(Kind::Flush(s.durable.modified)).is_none(), "what was there before us may be dirty");
+        assert!(s.no_need(Kind::Flush(s.durable.modified())).is_none(), "what was there before us may be dirty");
         assert_eq!(flush(&mut s), None);
-        assert!(s.no_need(Kind::Flush(s.durable.modified)).is_some());
+        assert!(s.no_need(Kind::Flush(s.durable.modified())).is_some());
         s.conclude(Kind::Modify, false);
-        assert!(s.no_need(Kind::Flush(s.durable.modified)).is_none(), "a failed write may have written");
+        assert!(s.no_need(Kind::Flush(s.durable.modified())).is_none(), "a failed write may have written");
         assert_eq!(flush(&mut s), None);
         // A write that completes while a flush is under way is not covered by it.
-        let covers = s.durable.modified;
+        let covers = s.durable.modified();
         s.conclude(Kind::Modify, true);
         s.conclude(Kind::Flush(covers), true);
-        assert!(s.no_need(Kind::Flush(s.durable.modified)).is_none());
+        assert!(s.no_need(Kind::Flush(s.durable.modified())).is_none());
     }
 
     #[test]

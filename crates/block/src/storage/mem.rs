@@ -35,6 +35,16 @@ impl MemImage {
         self.len() == 0
     }
 
+    /// Gives it another length; new bytes are zeroes.
+    ///
+    /// # Errors
+    /// A length that no memory has.
+    pub fn set_len(&self, len: u64) -> io::Result<()> {
+        let len = usize::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+        self.lock().resize(len, 0);
+        Ok(())
+    }
+
     /// A copy of the content.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
@@ -54,6 +64,11 @@ impl MemStorage {
     /// A storage on `image`.
     pub fn new(image: MemImage) -> Self {
         Self { image, ready: Vec::new() }
+    }
+
+    /// What it keeps its bytes in.
+    pub fn image(&self) -> &MemImage {
+        &self.image
     }
 
     /// Serves a request.

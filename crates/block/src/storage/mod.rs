@@ -2,6 +2,7 @@
 //! Where bytes are kept. A format talks to a [`Storage`]; one thread owns it while it is attached.
 
 pub mod bounce;
+pub mod buffer;
 pub mod faults;
 pub mod file;
 pub mod mem;
@@ -118,6 +119,76 @@ impl Storage {
             Self::Mem(_) | Self::Record(_) => "memory",
             Self::Faults(s) => s.engine(),
             Self::Gone => "none",
+        }
+    }
+
+    /// Another storage on the same bytes for another thread, not attached; `None` if there is none to be had.
+    pub fn share(&self) -> Option<Self> {
+        Some(match self {
+            Self::File(s) => Self::File(s.share()),
+            Self::Mem(s) => Self::Mem(MemStorage::new(s.image().clone())),
+            Self::Faults(s) => Self::Faults(Box::new(s.share()?)),
+            Self::Record(s) => Self::Record(RecordStorage::new(s.image().clone())),
+            Self::Gone => return None,
+        })
+    }
+
+    /// Bytes in it now.
+    pub fn len(&self) -> io::Result<u64> {
+        match self {
+            Self::File(s) => s.len(),
+            Self::Mem(s) => Ok(s.image().len()),
+            Self::Faults(s) => s.inner().len(),
+            Self::Record(s) => Ok(s.image().len()),
+            Self::Gone => Err(io::Error::from_raw_os_error(libc::ENODEV)),
+        }
+    }
+
+    /// Gives it another length; new bytes are zeroes.
+    pub fn set_len(&self, len: u64) -> io::Result<()> {
+        match self {
+            Self::File(s) => s.set_len(len),
+            Self::Mem(s) => s.image().set_len(len),
+            Self::Faults(s) => s.inner().set_len(len),
+            Self::Record(s) => s.image().set_len(len),
+            Self::Gone => Err(io::Error::from_raw_os_error(libc::ENODEV)),
+        }
+    }
+
+    /// Makes it `len` bytes long, from `old` bytes, with the host's promise of space where it gives one. New bytes are zeroes.
+    pub fn reserve(&self, old: u64, len: u64) -> io::Result<()> {
+        match self {
+            Self::File(s) => s.reserve(old, len),
+            Self::Faults(s) => s.inner().reserve(old, len),
+            other => other.set_len(len),
+        }
+    }
+
+    /// The end of the hole that `offset` lies in: all bytes from `offset` to there are zeroes. `offset` itself if it lies in
+    /// none, or if nobody knows.
+    pub fn hole_end(&self, offset: u64) -> u64 {
+        match self {
+            Self::File(s) => s.hole_end(offset),
+            Self::Faults(s) => s.inner().hole_end(offset),
+            _ => offset,
+        }
+    }
+
+    /// The end of the data that `offset` lies in, at least the next byte; `u64::MAX` if nobody knows of holes.
+    pub fn data_end(&self, offset: u64) -> u64 {
+        match self {
+            Self::File(s) => s.data_end(offset),
+            Self::Faults(s) => s.inner().data_end(offset),
+            _ => u64::MAX,
+        }
+    }
+
+    /// Whether bytes past the end can be had, and read as zeroes.
+    pub fn grows(&self) -> bool {
+        match self {
+            Self::File(s) => s.grows(),
+            Self::Faults(s) => s.inner().grows(),
+            _ => true,
         }
     }
 }

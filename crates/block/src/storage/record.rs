@@ -194,6 +194,11 @@ impl RecordStorage {
         Self { image, wake: None, waiting: Vec::new(), ready: Vec::new() }
     }
 
+    /// What it keeps its bytes in.
+    pub fn image(&self) -> &RecordImage {
+        &self.image
+    }
+
     /// See [`crate::Disk::attach`].
     pub fn attach(&mut self, wake: &EventFd) -> io::Result<()> {
         self.wake = Some(wake.try_clone()?);

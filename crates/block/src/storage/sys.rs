@@ -31,6 +31,60 @@ pub fn read_all(file: &File, segs: &[Seg], offset: u64) -> io::Result<()> {
     all(Direction::Read, file, segs, offset)
 }
 
+/// Reads up to the end of `seg` or of the file: how many bytes.
+///
+/// # Errors
+/// What `pread` says.
+pub fn read_most(file: &File, seg: Seg, offset: u64) -> io::Result<usize> {
+    let mut done = 0;
+    while done < seg.len {
+        let rest = [Seg { ptr: seg.ptr.wrapping_add(done), len: seg.len - done }];
+        match vectored(Direction::Read, file, &rest, offset + done as u64, 0) {
+            Ok(0) => break,
+            Ok(n) => done += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            // Past an end that is no multiple of the block: nothing more to read.
+            Err(e) if done > 0 && e.raw_os_error() == Some(libc::EINVAL) => break,
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(done)
+}
+
+/// Makes the file at least `len` bytes long with space behind them, from `old` on.
+///
+/// # Errors
+/// What `fallocate` says; `EOPNOTSUPP` where the file system can't.
+pub fn allocate(file: &File, old: u64, len: u64) -> io::Result<()> {
+    fallocate(file, 0, old, len.saturating_sub(old))
+}
+
+/// Where the next data at or after `offset` begins; `None` if there is none up to the end.
+///
+/// # Errors
+/// What `lseek` says.
+pub fn next_data(file: &File, offset: u64) -> io::Result<Option<u64>> {
+    match seek(file, offset, libc::SEEK_DATA) {
+        Err(e) if e.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// Where the next hole at or after `offset` begins; the file's end is one.
+///
+/// # Errors
+/// What `lseek` says.
+pub fn next_hole(file: &File, offset: u64) -> io::Result<u64> {
+    seek(file, offset, libc::SEEK_HOLE)
+}
+
+fn seek(file: &File, offset: u64, whence: libc::c_int) -> io::Result<u64> {
+    let offset = i64::try_from(offset).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+    // SAFETY: no pointers; the descriptor is open since `file` is borrowed. Nobody uses the file's position.
+    let at = unsafe { libc::lseek64(file.as_raw_fd(), offset, whence) };
+    u64::try_from(at).map_err(|_| io::Error::last_os_error())
+}
+
 /// Writes all of `segs` at `offset`.
 ///
 /// # Errors

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The engine that serves qcow2 images: `chain` opens, `handle` drives requests, `read`, `write` and `zero` find out where
+//! their bytes are, `cycle` puts metadata on disk in order, `cache`, `refs` and `meta` are what it works on.
+
+mod cache;
+pub mod chain;
+mod cycle;
+pub mod handle;
+mod image;
+mod inbox;
+mod meta;
+mod read;
+mod refs;
+mod side;
+mod slab;
+mod tools;
+mod write;
+mod zero;

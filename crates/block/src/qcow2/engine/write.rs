@@ -1,0 +1,513 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Writing: in place where the cluster is ours alone, else into new clusters, with what belongs around the data.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use base::Seg;
+
+use crate::disk::Op;
+use crate::options::Cow;
+use crate::qcow2::format::entry::{Mapping, Partial};
+use crate::storage::buffer::{AlignedBuf, cut};
+
+use super::chain::Chain;
+use super::handle::{Handle, Kind, Parent, State, Tag, Task};
+use super::image::{Image, Look};
+use super::meta::{InFlight, Meta, host_of};
+use super::read::{Extent, Found};
+
+/// Most bytes allocated for one request at a time.
+const LONGEST: u64 = 2 << 20;
+
+/// What goes before or behind the data of an allocating write.
+#[derive(Debug)]
+enum Pad {
+    /// Nothing: the file has zeroes there.
+    Nothing,
+    /// Zeroes.
+    Zeroes,
+    /// What was there before: in the head's buffer, or the tail's.
+    Old,
+}
+
+/// Host clusters being filled for the first time.
+#[derive(Debug)]
+pub struct Alloc {
+    task: u32,
+    /// First guest cluster.
+    cluster: u64,
+    count: u64,
+    /// Offset of the first host cluster.
+    host: u64,
+    /// The host clusters were set aside before.
+    kept: bool,
+    /// Guest bytes written: padding included, and the data alone.
+    from: u64,
+    to: u64,
+    data: (u64, u64),
+    segs: Vec<Seg>,
+    head: Pad,
+    tail: Pad,
+    head_buf: Option<AlignedBuf>,
+    tail_buf: Option<AlignedBuf>,
+    /// The head's buffer holds everything from `from` to `to`.
+    one_buf: bool,
+    /// Reads under way.
+    reads: u32,
+    errno: i32,
+}
+
+/// The entry of a cluster whose slice is in a slot. For holders of the lock.
+pub fn entry(image: &Image, cluster: u64) -> Option<Mapping> {
+    match image.look(cluster) {
+        Look::Is(mapping) => Some(mapping),
+        _ => None,
+    }
+}
+
+/// Where bytes of a guest cluster can be written in place: the host offset of the first, if all up to `end` can be.
+fn in_place(image: &Image, mapping: &Mapping, offset: u64, end: u64) -> Option<u64> {
+    let within = offset & (image.layout.cluster_size() - 1);
+    match *mapping {
+        Mapping::Data { host, copied: true } => Some(host + within),
+        Mapping::Partial(Partial { host: Some(host), copied: true, allocated, .. }) => {
+            let bits = touched(image, offset, end);
+            (allocated & bits == bits).then_some(host + within)
+        }
+        _ => None,
+    }
+}
+
+/// The subclusters of one cluster that `[offset, end)` touches, as bits.
+fn touched(image: &Image, offset: u64, end: u64) -> u32 {
+    let bits = image.layout.subcluster_bits();
+    let mask = image.layout.cluster_size() - 1;
+    let first = (offset & mask) >> bits;
+    let last = ((end - 1) & mask) >> bits;
+    (((1u64 << (last + 1)) - 1) & !((1u64 << first) - 1)) as u32
+}
+
+/// What is written around the data: the bounds, from what the first and the last cluster held before.
+fn bounds(image: &Image, data: (u64, u64), first: &Mapping, last: &Mapping, kept: bool) -> (u64, u64) {
+    let cluster = image.layout.cluster_size();
+    let sub = 1u64 << image.layout.subcluster_bits();
+    let unit = |old: &Mapping| match old {
+        Mapping::Unallocated | Mapping::Zero { .. } => sub,
+        Mapping::Partial(p) if kept || p.allocated == 0 => sub,
+        _ => cluster,
+    };
+    let own = |old: &Mapping, at: u64| match old {
+        Mapping::Partial(p) if kept => p.allocated & touched(image, at, at + 1) != 0,
+        _ => false,
+    };
+    let (mut from, mut to) = (data.0 & !(unit(first) - 1), data.1.next_multiple_of(unit(last)));
+    if own(first, data.0) {
+        from = data.0;
+    }
+    if own(last, data.1 - 1) {
+        to = data.1;
+    }
+    if image.layout.data_file {
+        to = to.min(image.size()).max(data.1);
+    }
+    (from, to)
+}
+
+/// What the range reads as, for padding: `None` if it has to be read. The flag: nobody ever allocated anything there.
+fn zeroes(chain: &Chain, cow: Cow, mut from: u64, to: u64) -> Option<bool> {
+    let mut virgin = true;
+    while from < to {
+        let Extent { found, len, place } = chain.find(0, from, to);
+        match found {
+            Found::Zero(said) => virgin &= !said,
+            Found::At(file, host) if cow == Cow::ZeroAware && place > 0 => {
+                if chain.files.get(file).is_none_or(|f| f.hole_end(host) < host + len) {
+                    return None;
+                }
+                virgin = false;
+            }
+            _ => return None,
+        }
+        from += len;
+    }
+    Some(virgin)
+}
+
+impl Handle {
+    /// Sends off what can be written of a task.
+    pub(super) fn step_write(&mut self, index: u32, task: &mut Task) {
+        let chain = Arc::clone(&self.chain);
+        let Some(top) = chain.top() else { return };
+        let start = task.cursor;
+        let mut run: Option<u64> = None;
+        while task.cursor < task.end {
+            let cluster = task.cursor >> top.layout.cluster_bits;
+            let end = task.end.min((cluster + 1) << top.layout.cluster_bits);
+            let host = match top.look(cluster) {
+                Look::Is(mapping) => in_place(top, &mapping, task.cursor, end),
+                Look::Bad => {
+                    task.errno = libc::EIO;
+                    return;
+                }
+                Look::Miss | Look::NoTable => None,
+            };
+            match (host, run) {
+                (Some(host), None) => run = Some(host),
+                (Some(host), Some(first)) if host == first + (task.cursor - start) => {}
+                _ => break,
+            }
+            task.cursor = end;
+        }
+        let Some(host) = run else { return self.allocate(index, task, top) };
+        let mut segs = Vec::new();
+        cut(&task.segs, start - task.offset, task.cursor - start, &mut segs);
+        task.pending += 1;
+        let file = chain.places.first().map_or(0, |p| p.data);
+        self.issue(file, Tag::Part(index), Op::Write, host, task.cursor - start, &segs);
+    }
+
+    fn allocate(&mut self, index: u32, task: &mut Task, top: &Image) {
+        let cluster = task.cursor >> top.layout.cluster_bits;
+        let mut meta = top.lock();
+        if top.broken.load(Ordering::Acquire) {
+            task.errno = libc::EIO;
+            return;
+        }
+        if let Some(other) = meta.in_flight.get_mut(&cluster) {
+            if other.open {
+                other.users += 1;
+                let host = other.host;
+                drop(meta);
+                return self.join(index, task, top, host);
+            }
+            task.state = State::Parked;
+            other.waiters.push(self.waiter(index));
+            return;
+        }
+        if let Err(e) = meta.own_table(top, top.table_of(cluster)) {
+            task.errno = e.raw_os_error().unwrap_or(libc::EIO);
+            return;
+        }
+        let (slice, _) = top.place(cluster);
+        let Some(slot) = top.cache.find(slice) else {
+            drop(meta);
+            return self.load(index, task, 0, slice);
+        };
+        let Some(old) = entry(top, cluster) else {
+            meta.broke(top);
+            task.errno = libc::EIO;
+            return;
+        };
+        let end = task.end.min((cluster + 1) << top.layout.cluster_bits);
+        if in_place(top, &old, task.cursor, end).is_some() {
+            // It became so since we looked.
+            return;
+        }
+        let (host, count, kept, fresh) = match self.place_for(&mut meta, top, task, &old) {
+            Ok(place) => place,
+            Err(e) => {
+                task.errno = e.raw_os_error().unwrap_or(libc::EIO);
+                return;
+            }
+        };
+        let data = (task.cursor, task.end.min((cluster + count) << top.layout.cluster_bits));
+        let last = entry(top, cluster + count - 1).unwrap_or(Mapping::Unallocated);
+        let (from, to) = bounds(top, data, &old, &last, kept);
+        let alloc = self.plan(index, top, (cluster, count, host), (from, to, data), (kept, fresh));
+        let nothing = matches!((&alloc.head, &alloc.tail), (Pad::Nothing, Pad::Nothing));
+        let open = nothing && fresh && !top.layout.extended && !top.layout.data_file;
+        for i in 0..count {
+            let host = host + (i << top.layout.cluster_bits);
+            let flight = InFlight { host, open, users: 1, published: false, waiters: Vec::new() };
+            meta.in_flight.insert(cluster + i, flight);
+            meta.pin(slot);
+        }
+        drop(meta);
+        self.begin(task, alloc);
+    }
+
+    /// Where `task` goes on writing: offset of the host clusters, how many, whether they were set aside before, and whether
+    /// the file has zeroes there.
+    fn place_for(
+        &self,
+        meta: &mut Meta,
+        top: &Image,
+        task: &Task,
+        old: &Mapping,
+    ) -> std::io::Result<(u64, u64, bool, bool)> {
+        let bits = top.layout.cluster_bits;
+        let cluster = task.cursor >> bits;
+        match *old {
+            Mapping::Zero { host: Some(host), copied: true }
+            | Mapping::Partial(Partial { host: Some(host), copied: true, .. }) => return Ok((host, 1, true, false)),
+            _ => {}
+        }
+        let (slice, _) = top.place(cluster);
+        let wanted = (task.end - 1 >> bits) - cluster + 1;
+        let most = wanted.min((LONGEST >> bits).max(1)).min(((slice + 1) << top.slice_bits()) - cluster);
+        let also = |c: u64| {
+            let plain = match entry(top, c) {
+                Some(Mapping::Unallocated | Mapping::Compressed(_)) => true,
+                Some(m) => !matches!(
+                    m,
+                    Mapping::Data { copied: true, .. }
+                        | Mapping::Zero { host: Some(_), copied: true }
+                        | Mapping::Partial(Partial { host: Some(_), copied: true, .. })
+                ),
+                None => false,
+            };
+            plain && !meta.in_flight.contains_key(&c)
+        };
+        let count = 1 + (1..most).take_while(|i| also(cluster + i)).count() as u64;
+        if top.layout.data_file {
+            let host = cluster << bits;
+            let file = self.chain.places.first().map_or(0, |p| p.data);
+            let hole = self.chain.files.get(file).map_or(0, |f| f.hole_end(host));
+            meta.cycles.dirty = true;
+            return Ok((host, count, false, hole >= (cluster + count) << bits));
+        }
+        let run = meta.alloc(count)?;
+        Ok((run.first << bits, run.count, false, run.fresh))
+    }
+
+    /// Decides what goes around the data.
+    fn plan(
+        &self,
+        task: u32,
+        top: &Image,
+        (cluster, count, host): (u64, u64, u64),
+        (from, to, data): (u64, u64, (u64, u64)),
+        (kept, fresh): (bool, bool),
+    ) -> Alloc {
+        let pad = |from: u64, to: u64| {
+            if from >= to {
+                return Pad::Nothing;
+            }
+            match (zeroes(&self.chain, top.cow, from, to), top.cow) {
+                (None, _) => Pad::Old,
+                (Some(_), Cow::ZeroAware) | (Some(true), Cow::Unallocated) if fresh => Pad::Nothing,
+                (Some(_), _) => Pad::Zeroes,
+            }
+        };
+        let (head, tail) = (pad(from, data.0), pad(data.1, to));
+        let (from, to) = (
+            if matches!(head, Pad::Nothing) { data.0 } else { from },
+            if matches!(tail, Pad::Nothing) { data.1 } else { to },
+        );
+        Alloc {
+            task,
+            cluster,
+            count,
+            host,
+            kept,
+            from,
+            to,
+            data,
+            segs: Vec::new(),
+            head,
+            tail,
+            head_buf: None,
+            tail_buf: None,
+            one_buf: false,
+            reads: 0,
+            errno: 0,
+        }
+    }
+
+    /// Starts an allocation: reads what it needs of the old content, then writes.
+    fn begin(&mut self, task: &mut Task, mut alloc: Alloc) {
+        let (start, end) = alloc.data;
+        cut(&task.segs, start - task.offset, end - start, &mut alloc.segs);
+        task.pending += 1;
+        task.cursor = end;
+        let (old_head, old_tail) = (matches!(alloc.head, Pad::Old), matches!(alloc.tail, Pad::Old));
+        let mut reads = Vec::new();
+        let whole = alloc.to - alloc.from;
+        alloc.one_buf = old_head && old_tail && end - start <= whole / 2;
+        if alloc.one_buf {
+            reads.push((alloc.from, alloc.to));
+        } else {
+            reads.extend(old_head.then_some((alloc.from, start)));
+            reads.extend(old_tail.then_some((end, alloc.to)));
+        }
+        let mut bufs = Vec::new();
+        for (from, to) in &reads {
+            match self.buffer((to - from) as usize) {
+                Ok(buf) => bufs.push(buf),
+                Err(_) => alloc.errno = libc::ENOMEM,
+            }
+        }
+        if alloc.errno != 0 {
+            reads.clear();
+        }
+        alloc.reads = reads.len() as u32;
+        let jobs: Vec<_> = reads.iter().zip(&bufs).map(|((a, b), buf)| (*a, *b, buf.seg(0, buf.len()))).collect();
+        let mut bufs = bufs.into_iter();
+        if old_head {
+            alloc.head_buf = bufs.next();
+        }
+        alloc.tail_buf = bufs.next();
+        let index = self.allocs.add(alloc);
+        if jobs.is_empty() {
+            return self.fill(index);
+        }
+        let size = self.top().map_or(0, Image::size);
+        for (from, to, seg) in jobs {
+            // Past the disk's end there are zeroes.
+            let end = to.min(size).max(from);
+            let segs = [seg];
+            let mut wanted = Vec::new();
+            cut(&segs, 0, end - from, &mut wanted);
+            let mut beyond = Vec::new();
+            cut(&segs, end - from, to - end, &mut beyond);
+            crate::storage::buffer::fill_zero(&beyond);
+            self.start(Kind::Read(0), from, end, wanted, Parent::Alloc(index), None);
+        }
+    }
+
+    /// Old content was read.
+    pub(super) fn old_read(&mut self, index: u32, errno: i32) {
+        let Some(alloc) = self.allocs.get_mut(index) else { return };
+        alloc.reads -= 1;
+        if errno != 0 {
+            alloc.errno = errno;
+        }
+        if alloc.reads == 0 {
+            self.fill(index);
+        }
+    }
+
+    /// Writes the data and what goes around it, at once.
+    fn fill(&mut self, index: u32) {
+        let Some(alloc) = self.allocs.take(index) else { return };
+        if alloc.errno != 0 {
+            let errno = alloc.errno;
+            self.allocs.put(index, alloc);
+            return self.filled(index, errno);
+        }
+        let (head, tail) = (alloc.data.0 - alloc.from, alloc.to - alloc.data.1);
+        let mut segs = Vec::with_capacity(alloc.segs.len() + 2);
+        match (&alloc.head, &alloc.head_buf) {
+            (Pad::Old, Some(buf)) => segs.push(buf.seg(0, head as usize)),
+            _ => self.zero_segs(head, &mut segs),
+        }
+        segs.extend_from_slice(&alloc.segs);
+        match (&alloc.tail, &alloc.head_buf, &alloc.tail_buf) {
+            (Pad::Old, Some(buf), _) if alloc.one_buf => {
+                segs.push(buf.seg((alloc.data.1 - alloc.from) as usize, tail as usize));
+            }
+            (Pad::Old, _, Some(buf)) => segs.push(buf.seg(0, tail as usize)),
+            _ => self.zero_segs(tail, &mut segs),
+        }
+        segs.retain(|s| s.len > 0);
+        let bits = self.top().map_or(0, |t| t.layout.cluster_bits);
+        let host = alloc.host + (alloc.from - (alloc.cluster << bits));
+        let len = alloc.to - alloc.from;
+        self.allocs.put(index, alloc);
+        let file = self.chain.places.first().map_or(0, |p| p.data);
+        self.issue(file, Tag::Fill(index), Op::Write, host, len, &segs);
+    }
+
+    /// The data is written, or not: says so in the table.
+    pub(super) fn filled(&mut self, index: u32, errno: i32) {
+        let Some(mut alloc) = self.allocs.remove(index) else { return };
+        let chain = Arc::clone(&self.chain);
+        let Some(top) = chain.top() else { return };
+        let bits = top.layout.cluster_bits;
+        let mut meta = top.lock();
+        for cluster in alloc.cluster..alloc.cluster + alloc.count {
+            if errno == 0 {
+                let (start, end) = (cluster << bits, (cluster + 1) << bits);
+                // Where nothing is written around the data, the rest of its subclusters is zeroes in the file.
+                publish(&mut meta, top, cluster, (alloc.from.max(start), alloc.to.min(end)));
+            }
+            leave(&mut meta, top, cluster, alloc.kept);
+        }
+        let wanted = meta.cycles.wanted && !meta.cycles.running;
+        drop(meta);
+        let bufs = [alloc.head_buf.take(), alloc.tail_buf.take()];
+        self.spare.extend(bufs.into_iter().flatten());
+        self.spare.truncate(64);
+        if wanted {
+            self.need_cycle();
+        }
+        self.part_done(alloc.task, errno);
+    }
+
+    /// Writes data into a cluster that another request is allocating.
+    fn join(&mut self, index: u32, task: &mut Task, top: &Image, host: u64) {
+        let bits = top.layout.cluster_bits;
+        let cluster = task.cursor >> bits;
+        let end = task.end.min((cluster + 1) << bits);
+        let mut segs = Vec::new();
+        cut(&task.segs, task.cursor - task.offset, end - task.cursor, &mut segs);
+        let (at, len) = (host + (task.cursor - (cluster << bits)), end - task.cursor);
+        task.pending += 1;
+        task.cursor = end;
+        let file = self.chain.places.first().map_or(0, |p| p.data);
+        self.issue(file, Tag::Join(index, cluster), Op::Write, at, len, &segs);
+    }
+
+    /// A joined write is done.
+    pub(super) fn leave_cluster(&mut self, cluster: u64, errno: i32) {
+        let chain = Arc::clone(&self.chain);
+        let Some(top) = chain.top() else { return };
+        let mut meta = top.lock();
+        if errno == 0 {
+            let bits = top.layout.cluster_bits;
+            publish(&mut meta, top, cluster, (cluster << bits, (cluster + 1) << bits));
+        }
+        leave(&mut meta, top, cluster, false);
+    }
+}
+
+/// Says that guest bytes `[from, to)`, all of one cluster, are in the host cluster that is being filled.
+fn publish(meta: &mut Meta, top: &Image, cluster: u64, (from, to): (u64, u64)) {
+    let Some(flight) = meta.in_flight.get_mut(&cluster) else { return };
+    if std::mem::replace(&mut flight.published, true) {
+        return;
+    }
+    let host = flight.host;
+    let (slice, _) = top.place(cluster);
+    let (Some(slot), Some(old)) = (top.cache.find(slice), entry(top, cluster)) else { return };
+    let mapping = if top.layout.extended {
+        let bits = touched(top, from, to);
+        let (allocated, zero) = match old {
+            Mapping::Unallocated => (bits, 0),
+            Mapping::Zero { .. } => (bits, !bits),
+            Mapping::Partial(p) if host_of(&old) == Some(host) || p.allocated == 0 => {
+                (p.allocated | bits, p.zero & !bits)
+            }
+            _ => (u32::MAX, 0),
+        };
+        if allocated == u32::MAX {
+            Mapping::Data { host, copied: true }
+        } else {
+            Mapping::Partial(Partial { host: Some(host), copied: true, allocated, zero })
+        }
+    } else {
+        Mapping::Data { host, copied: true }
+    };
+    meta.publish(top, slot, cluster, &mapping, &old);
+}
+
+/// One request less writes to a cluster being filled; the last one ends that.
+fn leave(meta: &mut Meta, top: &Image, cluster: u64, kept: bool) {
+    let Some(flight) = meta.in_flight.get_mut(&cluster) else { return };
+    flight.users = flight.users.saturating_sub(1);
+    if flight.users > 0 {
+        return;
+    }
+    let Some(flight) = meta.in_flight.remove(&cluster) else { return };
+    if !flight.published && !kept && !top.layout.data_file {
+        meta.unalloc(flight.host >> top.layout.cluster_bits, 1);
+    }
+    let (slice, _) = top.place(cluster);
+    if let Some(slot) = top.cache.find(slice) {
+        meta.unpin(slot);
+    }
+    for waiter in flight.waiters {
+        waiter.go_on();
+    }
+}
