@@ -130,6 +130,11 @@ impl<'a> Options<'a> {
         })
     }
 
+    /// What is glued to the option taken last, perhaps nothing.
+    pub fn rest(&mut self) -> String {
+        self.parser.optional_value().map(|v| v.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+
     /// The value behind `=`, if there is one, as a whole number.
     pub fn optional_number(&mut self) -> Result<Option<u64>, Refusal> {
         let Some(value) = self.parser.optional_value() else { return Ok(None) };

@@ -15,7 +15,8 @@ use crate::exit::reason;
 pub const HELP: &str = "\
 usage: tare img bench [-c COUNT] [-d DEPTH] [-f FORMAT] [--flush-interval=N] [-i AIO]
                       [--no-drain] [-o OFFSET] [--pattern=BYTE] [-q] [-s SIZE] [-S STEP]
-                      [--random[=SEED]] [-t CACHE] [-w] [--output=json] FILE
+                      [--random[=SEED]] [-t CACHE] [-w] [--output=json]
+                      [--backing=GATE] FILE
 
 Runs COUNT sequential (or random) requests on an image and prints how long they took.
 The options are qemu-img's.
@@ -91,6 +92,7 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Short('q') => asked.quiet = true,
             Word::Long(name) => match name.as_str() {
                 "flush-interval" => asked.flush = Some(options.number(1..=u64::from(u32::MAX))?),
+                "backing" => asked.how.take_gate(options)?,
                 "no-drain" => asked.drain = false,
                 "pattern" => asked.pattern = options.number(0..=255)? as u8,
                 "random" => asked.random = Some(options.optional_number()?.unwrap_or(1)),
@@ -122,14 +124,14 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
 /// See [`HELP`].
 pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     let asked = parse(options)?;
-    let disk = asked.how.open(&asked.file)?;
+    let mut disk = asked.how.open(&asked.file)?;
     let place = asked.file.display();
     if asked.size > disk.size() {
         return Err(Refusal::new(format!("the image is smaller than one request: {place}; use a smaller -s")));
     }
     let slots = usize::from(asked.depth);
     let failed = |e: std::io::Error| Refusal::new(format!("the disk can't be used, {}: {place}", reason(&e)));
-    let mut pump = Pump::new(disk, slots, asked.size as usize).map_err(failed)?;
+    let mut pump = Pump::new(&mut disk, slots, asked.size as usize).map_err(failed)?;
     for slot in 0..asked.depth {
         pump.buffer_mut(slot, asked.size as usize).fill(asked.pattern);
     }
@@ -217,7 +219,7 @@ impl<'a> Run<'a> {
         offset
     }
 
-    fn go(&mut self, pump: &mut Pump) -> Result<(), Refusal> {
+    fn go(&mut self, pump: &mut Pump<'_>) -> Result<(), Refusal> {
         let asked = self.asked;
         let op = if asked.write { Op::Write } else { Op::Read };
         let mut freed = Vec::new();

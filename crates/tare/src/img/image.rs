@@ -4,9 +4,10 @@
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use block::{Aio, Cache, Disk, Format};
+use block::qcow2::offline;
+use block::{Aio, BackingGate, Cache, Disk, Format};
 
 use super::args::{Options, Refusal};
 
@@ -35,6 +36,21 @@ pub fn looked_for(path: &Path) -> Format {
     if read && start == QCOW2_MAGIC { Format::Qcow2 } else { Format::Raw }
 }
 
+/// Words of `--backing`.
+const GATES: &[(&str, Gate)] = &[("folder", Gate::Folder), ("any", Gate::Any), ("none", Gate::None)];
+
+/// Which other files an image may name: those in its own folder, unless the user trusts it with any.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Gate {
+    /// In the image's folder and below.
+    #[default]
+    Folder,
+    /// Wherever.
+    Any,
+    /// No others.
+    None,
+}
+
 /// What the options said about one image.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct How {
@@ -46,6 +62,8 @@ pub struct How {
     pub aio: Aio,
     /// Open for reading only.
     pub readonly: bool,
+    /// `--backing`
+    pub gate: Gate,
 }
 
 impl How {
@@ -67,13 +85,29 @@ impl How {
         Ok(())
     }
 
+    /// Takes the value of `--backing`.
+    pub fn take_gate(&mut self, options: &mut Options<'_>) -> Result<(), Refusal> {
+        self.gate = options.word("a choice of files that an image may name", GATES)?;
+        Ok(())
+    }
+
+    /// The format: what was said, or what the file looks like.
+    pub fn format_of(&self, path: &Path) -> Format {
+        self.format.unwrap_or_else(|| looked_for(path))
+    }
+
     /// Opens `path`.
     ///
     /// # Errors
     /// The engine's line, with exit code 1.
     pub fn open(&self, path: &Path) -> Result<Disk, Refusal> {
         let mut options = block::Options::new(path);
-        options.format = self.format.unwrap_or_else(|| looked_for(path));
+        options.format = self.format_of(path);
+        options.qcow2.backing = match self.gate {
+            Gate::Folder => BackingGate::SameFolder,
+            Gate::Any => BackingGate::Any,
+            Gate::None => BackingGate::None,
+        };
         options.readonly = self.readonly;
         options.cache = self.cache;
         options.aio = self.aio;
@@ -83,4 +117,37 @@ impl How {
         }
         Ok(disk)
     }
+}
+
+/// The longest chain of backing files that is followed.
+const LONGEST_CHAIN: usize = 200;
+
+/// Where the file lies that the image at `path` calls `name`.
+pub fn resolved(path: &Path, name: &Path) -> PathBuf {
+    path.parent().unwrap_or(Path::new("")).join(name)
+}
+
+/// The files of an image's chain with their formats, the topmost first. Opens each for its header only.
+///
+/// # Errors
+/// One that can't be opened; a chain with no end.
+pub fn chain(path: &Path, format: Format) -> Result<Vec<(PathBuf, Format)>, Refusal> {
+    let mut files = vec![(path.to_owned(), format)];
+    while let Some((path, Format::Qcow2)) = files.last() {
+        let image = offline::Image::open(path, false).map_err(Refusal::new)?;
+        let header = image.header();
+        let Some(name) = &header.backing else { break };
+        let below = resolved(path, Path::new(name));
+        let said = header.extensions.backing_format.as_deref();
+        let format = FORMATS.iter().find(|(word, _)| said == Some(word)).map(|(_, f)| *f);
+        let format = format.unwrap_or_else(|| looked_for(&below));
+        if files.len() == LONGEST_CHAIN || files.iter().any(|(seen, _)| *seen == below) {
+            return Err(Refusal::new(format!(
+                "the chain of backing files has no end: {}; see `tare img rebase`",
+                below.display()
+            )));
+        }
+        files.push((below, format));
+    }
+    Ok(files)
 }

@@ -6,10 +6,22 @@
 
 mod args;
 mod bench;
+mod bitmap;
+mod check;
+mod compare;
+mod convert;
+mod copy;
+mod create;
 mod image;
+mod info;
 mod interrupt;
+mod map;
+mod progress;
 mod pump;
+mod rebase;
+mod resize;
 mod serve;
+mod snapshot;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -30,9 +42,28 @@ struct Command {
     run: fn(&mut Options<'_>) -> Result<u8, Refusal>,
 }
 
+const fn command_of(
+    name: &'static str,
+    what: &'static str,
+    help: &'static str,
+    run: fn(&mut Options<'_>) -> Result<u8, Refusal>,
+) -> Command {
+    Command { name, what, help, run }
+}
+
 const COMMANDS: &[Command] = &[
-    Command { name: "bench", what: "time requests on an image", help: bench::HELP, run: bench::run },
-    Command { name: "serve", what: "give an image to other programs over NBD", help: serve::HELP, run: serve::run },
+    command_of("bench", "time requests on an image", bench::HELP, bench::run),
+    command_of("bitmap", "make, change and remove persistent dirty bitmaps", bitmap::HELP, bitmap::run),
+    command_of("check", "check an image, repair it", check::HELP, check::run),
+    command_of("compare", "say whether two images hold the same", compare::HELP, compare::run),
+    command_of("convert", "copy an image into a new one", convert::HELP, convert::run),
+    command_of("create", "make an image", create::HELP, create::run),
+    command_of("info", "say what an image is", info::HELP, info::run),
+    command_of("map", "list where an image's data lies", map::HELP, map::run),
+    command_of("rebase", "put an image on another backing file", rebase::HELP, rebase::run),
+    command_of("resize", "make an image longer or shorter", resize::HELP, resize::run),
+    command_of("serve", "give an image to other programs over NBD", serve::HELP, serve::run),
+    command_of("snapshot", "take, list, apply and delete internal snapshots", snapshot::HELP, snapshot::run),
 ];
 
 /// Runs `tare img` with what follows on the command line.

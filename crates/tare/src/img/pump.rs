@@ -11,8 +11,8 @@ use block::{Completion, Disk, Op, Request};
 const ALIGN: usize = 4096;
 
 /// A disk, the buffers of its requests, and what it has answered.
-pub struct Pump {
-    disk: Disk,
+pub struct Pump<'d> {
+    disk: &'d mut Disk,
     wake: EventFd,
     done: Vec<Completion>,
     in_flight: usize,
@@ -44,12 +44,12 @@ impl Buffers {
     }
 }
 
-impl Pump {
+impl<'d> Pump<'d> {
     /// Takes `disk` into use on this thread, with `slots` buffers of `each` bytes.
     ///
     /// # Errors
     /// No memory, no ring, no threads.
-    pub fn new(mut disk: Disk, slots: usize, each: usize) -> io::Result<Self> {
+    pub fn new(disk: &'d mut Disk, slots: usize, each: usize) -> io::Result<Self> {
         let buffers = Buffers::new(slots, each)?;
         let wake = EventFd::new(0)?;
         disk.attach(&wake)?;
@@ -59,7 +59,7 @@ impl Pump {
 
     /// The disk.
     pub fn disk(&self) -> &Disk {
-        &self.disk
+        self.disk
     }
 
     /// Requests submitted and not taken from [`Pump::wait`].
@@ -126,7 +126,7 @@ impl Pump {
     }
 }
 
-impl Drop for Pump {
+impl Drop for Pump<'_> {
     fn drop(&mut self) {
         // The kernel must be done with the buffers before they go.
         self.disk.detach();

@@ -12,7 +12,7 @@ use super::interrupt;
 
 pub const HELP: &str = "\
 usage: tare img serve --nbd SOCKET [-f FORMAT] [-i AIO] [-r] [-t CACHE] [--name=NAME]
-                      [--shared=N] FILE
+                      [--shared=N] [--backing=GATE] FILE
 
 Serves an image over NBD on a Unix socket until SIGINT or SIGTERM: newstyle handshake,
 structured replies, block status (base:allocation), several connections. Whoever may
@@ -50,6 +50,7 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Short('t') => asked.how.take_cache(options)?,
             Word::Short('r') => asked.how.readonly = true,
             Word::Long(name) => match name.as_str() {
+                "backing" => asked.how.take_gate(options)?,
                 "nbd" => nbd = Some(PathBuf::from(options.value()?)),
                 "name" => asked.name = Some(options.text()?),
                 "shared" => asked.shared = options.number(1..=256)? as usize,

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `tare img` beside `qemu-img`: the same words, the same JSON, the same exit codes, the same bytes. Skipped where QEMU's
+//! tools are missing.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use common::{TARE, refuses, tare};
+use serde_json::Value;
+
+/// A folder in which both programs run.
+struct Place(tempfile::TempDir);
+
+/// How a program ended.
+#[derive(Debug, PartialEq)]
+struct Ended {
+    code: i32,
+    stdout: String,
+}
+
+impl Place {
+    /// `None` where there is no QEMU to compare with.
+    fn new() -> Option<Self> {
+        if Command::new("qemu-img").arg("--version").stdout(Stdio::null()).status().is_err() {
+            eprintln!("skipped: qemu-img is missing");
+            return None;
+        }
+        Some(Self(tempfile::tempdir().unwrap()))
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn run(&self, program: &str, args: &[&str]) -> Ended {
+        let output = Command::new(program).args(args).current_dir(self.0.path()).env("TZ", "UTC").output().unwrap();
+        let stdout = String::from_utf8(output.stdout).unwrap();
+        if output.status.code() != Some(0) {
+            eprintln!("{program} {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        Ended { code: output.status.code().unwrap(), stdout }
+    }
+
+    fn qemu(&self, args: &[&str]) -> Ended {
+        self.run("qemu-img", args)
+    }
+
+    fn tare(&self, args: &[&str]) -> Ended {
+        self.run(TARE, &[&["img"], args].concat())
+    }
+
+    /// Both say the same.
+    fn same(&self, args: &[&str]) {
+        assert_eq!(self.tare(args), self.qemu(args), "{args:?}");
+    }
+
+    /// Both say the same JSON, whatever the order of its keys.
+    fn same_json(&self, args: &[&str]) {
+        let (ours, theirs) = (self.tare(args), self.qemu(args));
+        assert_eq!(ours.code, theirs.code, "{args:?}");
+        let parse = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        assert_eq!(parse(&ours.stdout), parse(&theirs.stdout), "{args:?}");
+    }
+
+    fn do_all(&self, commands: &[&str]) {
+        for command in commands {
+            let words: Vec<&str> = command.split(' ').collect();
+            assert_eq!(self.qemu(&words).code, 0, "qemu-img {command}");
+        }
+    }
+
+    fn io(&self, image: &str, commands: &[&str]) {
+        let mut command = Command::new("qemu-io");
+        for c in commands {
+            command.args(["-c", c]);
+        }
+        let output = command.arg(image).current_dir(self.0.path()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    /// A raw disk of 8 MiB with data, zeroes and holes.
+    fn mixed(&self, name: &str) {
+        let file = File::create(self.path(name)).unwrap();
+        file.set_len(8 << 20).unwrap();
+        let noise: Vec<u8> = (0..1_500_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        file.write_all_at(&noise, 100_000).unwrap();
+        file.write_all_at(&[0; 70_000], 500_000).unwrap();
+        file.write_all_at(&[7; 512], (8 << 20) - 512).unwrap();
+        file.sync_all().unwrap();
+    }
+}
+
+#[test]
+fn info_says_the_same() {
+    let Some(p) = Place::new() else { return };
+    p.mixed("a.raw");
+    p.do_all(&[
+        "create -q -f qcow2 base.qcow2 10M",
+        "create -q -f qcow2 -o compat=0.10,cluster_size=4k old.qcow2 1G",
+        "create -q -f qcow2 -o extended_l2=on,lazy_refcounts=on,refcount_bits=1,compression_type=zstd new.qcow2 3G",
+        "create -q -f qcow2 -F qcow2 -b base.qcow2 top.qcow2",
+        "snapshot -c first base.qcow2",
+        "snapshot -c second base.qcow2",
+        "bitmap --add base.qcow2 bits",
+        "bitmap --add -g 32k --disable base.qcow2 more",
+        "create -q -f qcow2 -o data_file=data.raw,data_file_raw=on ext.qcow2 1M",
+    ]);
+    for image in ["base.qcow2", "old.qcow2", "new.qcow2", "top.qcow2", "ext.qcow2"] {
+        p.same(&["info", image]);
+        p.same_json(&["info", "--output=json", image]);
+    }
+    p.same(&["info", "-f", "raw", "a.raw"]);
+    p.same_json(&["info", "-f", "raw", "--output=json", "a.raw"]);
+    p.same(&["info", "--backing-chain", "top.qcow2"]);
+    p.same_json(&["info", "--backing-chain", "--output=json", "top.qcow2"]);
+    p.same(&["snapshot", "-l", "base.qcow2"]);
+    assert_eq!(p.tare(&["info", "none.qcow2"]).code, 1);
+}
+
+#[test]
+fn check_counts_the_same() {
+    let Some(p) = Place::new() else { return };
+    p.do_all(&["create -q -f qcow2 a.qcow2 64M"]);
+    p.io("a.qcow2", &["write -P 1 1M 300k", "write -P 2 32M 1M", "write -z 40M 1M"]);
+    p.same(&["check", "a.qcow2"]);
+    p.same_json(&["check", "--output=json", "a.qcow2"]);
+    // The first refcount block is the third cluster: one count too many, then one too few.
+    let image = File::options().write(true).open(p.path("a.qcow2")).unwrap();
+    image.write_all_at(&[2], 131_072 + 2 * 5 + 1).unwrap();
+    p.same_json(&["check", "--output=json", "a.qcow2"]);
+    image.write_all_at(&[0], 131_072 + 2 * 6 + 1).unwrap();
+    assert_eq!(p.tare(&["check", "-q", "a.qcow2"]).code, 2);
+    assert_eq!(p.tare(&["check", "-q", "-r", "all", "a.qcow2"]).code, 0);
+    assert_eq!(p.qemu(&["check", "a.qcow2"]).code, 0);
+    p.mixed("a.raw");
+    assert_eq!(p.tare(&["check", "-f", "raw", "a.raw"]).code, 63);
+}
+
+#[test]
+fn created_images_are_the_same() {
+    let Some(p) = Place::new() else { return };
+    p.do_all(&["create -q -f qcow2 base.qcow2 10M"]);
+    for args in [
+        &["create", "-f", "raw", "x", "1G"][..],
+        &["create", "-f", "raw", "x", "1000"],
+        &["create", "-f", "qcow2", "x", "1.5G"],
+        &["create", "-f", "qcow2", "-o", "cluster_size=2M,extended_l2=on,compression_type=zstd", "x", "10T"],
+        &["create", "-f", "qcow2", "-o", "compat=0.10,cluster_size=512", "x", "100M"],
+        &["create", "-f", "qcow2", "-o", "refcount_bits=64,lazy_refcounts=on", "x", "3M"],
+        &["create", "-f", "qcow2", "-F", "qcow2", "-b", "base.qcow2", "x"],
+    ] {
+        let theirs = p.qemu(args);
+        let format = args[2];
+        let facts = |text: String| {
+            let mut json: Value = serde_json::from_str(&text).unwrap();
+            json["actual-size"].take();
+            json
+        };
+        let info = ["info", "-f", format, "--output=json", "x"];
+        let of_theirs = facts(p.qemu(&info).stdout);
+        assert_eq!(p.tare(args).code, theirs.code, "{args:?}");
+        assert_eq!(facts(p.qemu(&info).stdout), of_theirs, "{args:?}");
+        if format == "qcow2" {
+            assert_eq!(p.qemu(&["check", "-q", "x"]).code, 0);
+        }
+    }
+    let text = p.tare(&["create", "-f", "qcow2", "y", "1G"]).stdout;
+    assert_eq!(text, p.qemu(&["create", "-f", "qcow2", "y", "1G"]).stdout);
+    assert_eq!(p.tare(&["create", "-f", "qcow2", "-b", "none", "-F", "raw", "z"]).code, 1);
+    assert!(!p.path("z").exists());
+}
+
+#[test]
+fn raw_images_map_the_same() {
+    let Some(p) = Place::new() else { return };
+    p.mixed("a.raw");
+    p.same_json(&["map", "-f", "raw", "--output=json", "a.raw"]);
+    p.same(&["map", "-f", "raw", "a.raw"]);
+    p.same_json(&["map", "-f", "raw", "--output=json", "--start-offset=64k", "--max-length=1M", "a.raw"]);
+}
+
+#[test]
+fn comparing_ends_the_same() {
+    let Some(p) = Place::new() else { return };
+    p.mixed("a.raw");
+    p.mixed("b.raw");
+    let raw = |extra: &[&'static str], b: &'static str| {
+        [&["compare", "-f", "raw", "-F", "raw"], extra, &["a.raw", b]].concat()
+    };
+    p.same(&raw(&[], "b.raw"));
+    p.same(&raw(&["-s"], "b.raw"));
+    let b = File::options().write(true).open(p.path("b.raw")).unwrap();
+    b.set_len(9 << 20).unwrap();
+    p.same(&raw(&[], "b.raw"));
+    p.same(&raw(&["-s"], "b.raw"));
+    b.write_all_at(&[1], (8 << 20) + 5000).unwrap();
+    p.same(&raw(&[], "b.raw"));
+    b.write_all_at(&[1], 3_000_000).unwrap();
+    p.same(&raw(&[], "b.raw"));
+    p.same(&raw(&["-q"], "b.raw"));
+    assert_eq!(p.tare(&["compare", "-f", "raw", "a.raw", "none"]).code, 2);
+    assert_eq!(p.qemu(&["compare", "-f", "raw", "a.raw", "none"]).code, 2);
+}
+
+#[test]
+fn raw_copies_are_equal_and_sparse() {
+    use std::os::unix::fs::MetadataExt;
+    let Some(p) = Place::new() else { return };
+    p.mixed("a.raw");
+    for extra in [&[][..], &["-S", "64k"], &["-S", "0"], &["-t", "none", "-T", "none"], &["-m", "1", "-i", "threads"]] {
+        let args = [&["convert", "-f", "raw", "-O", "raw"], extra, &["a.raw", "b.raw"]].concat();
+        assert_eq!(p.tare(&args).code, 0, "{extra:?}");
+        assert_eq!(fs::read(p.path("a.raw")).unwrap(), fs::read(p.path("b.raw")).unwrap(), "{extra:?}");
+        let taken = fs::metadata(p.path("b.raw")).unwrap().blocks() * 512;
+        assert_eq!(taken < 2 << 20, extra != ["-S", "0"], "{extra:?} takes {taken}");
+    }
+    let text = p.tare(&["convert", "-p", "-f", "raw", "-O", "raw", "a.raw", "b.raw"]).stdout;
+    assert!(text.starts_with("    (") && text.ends_with("    (100.00/100%)\r\n"), "{text:?}");
+    // In place: what was there goes, zeroes included.
+    fs::write(p.path("c.raw"), vec![0xff; 9 << 20]).unwrap();
+    assert_eq!(p.tare(&["convert", "-n", "-f", "raw", "-O", "raw", "a.raw", "c.raw"]).code, 0);
+    assert_eq!(fs::read(p.path("c.raw")).unwrap()[..8 << 20], fs::read(p.path("a.raw")).unwrap());
+    let names: Vec<_> = fs::read_dir(p.0.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(names.len(), 3, "no drafts are left: {names:?}");
+}
+
+#[test]
+fn an_interrupted_copy_leaves_nothing() {
+    let Some(p) = Place::new() else { return };
+    let source = File::create(p.path("big.raw")).unwrap();
+    source.set_len(4 << 40).unwrap();
+    for i in 0..3000u64 {
+        source.write_all_at(&[1], i << 28).unwrap();
+    }
+    let mut child = Command::new(TARE)
+        .args(["img", "convert", "-f", "raw", "-O", "raw", "-S", "0", "big.raw", "copy.raw"])
+        .current_dir(p.0.path())
+        .spawn()
+        .unwrap();
+    let drafts = || fs::read_dir(p.0.path()).unwrap().filter(|e| e.as_ref().unwrap().file_name() != "big.raw").count();
+    for _ in 0..1000 {
+        if drafts() > 0 {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(drafts(), 0);
+}
+
+#[test]
+fn snapshots_and_bitmaps_are_qemus() {
+    let Some(p) = Place::new() else { return };
+    p.do_all(&["create -q -f qcow2 a.qcow2 64M"]);
+    p.io("a.qcow2", &["write -P 1 0 1M"]);
+    assert_eq!(p.tare(&["snapshot", "-c", "one", "a.qcow2"]).code, 0);
+    p.io("a.qcow2", &["write -P 2 0 1M"]);
+    assert_eq!(p.tare(&["snapshot", "-c", "two", "a.qcow2"]).code, 0);
+    p.same(&["snapshot", "-l", "a.qcow2"]);
+    assert_eq!(p.tare(&["snapshot", "-a", "one", "a.qcow2"]).code, 0);
+    p.io("a.qcow2", &["read -P 1 0 1M"]);
+    assert_eq!(p.tare(&["snapshot", "-d", "two", "a.qcow2"]).code, 0);
+    assert_eq!(p.tare(&["snapshot", "-d", "two", "a.qcow2"]).code, 1);
+    assert_eq!(p.qemu(&["check", "-q", "a.qcow2"]).code, 0);
+    assert_eq!(p.tare(&["bitmap", "--add", "-g", "4k", "a.qcow2", "b"]).code, 0);
+    assert_eq!(p.tare(&["bitmap", "--add", "--disable", "a.qcow2", "c"]).code, 0);
+    p.io("a.qcow2", &["write -P 3 5M 1M"]);
+    assert_eq!(p.tare(&["bitmap", "--merge", "b", "a.qcow2", "c"]).code, 0);
+    p.same_json(&["info", "--output=json", "a.qcow2"]);
+    assert_eq!(p.qemu(&["check", "-q", "a.qcow2"]).code, 0);
+    assert_eq!(p.tare(&["bitmap", "--remove", "a.qcow2", "b"]).code, 0);
+    assert_eq!(p.tare(&["bitmap", "--remove", "a.qcow2", "b"]).code, 1);
+}
+
+#[test]
+fn what_cannot_be_done_gets_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str| dir.path().join(name).display().to_string();
+    fs::write(file("a.raw"), [1; 4096]).unwrap();
+    let raw = file("a.raw");
+    for (args, code, needle) in [
+        (&["img"][..], 1, "no command"),
+        (&["img", "dd"], 1, "unknown command `dd`"),
+        (&["img", "--fast"], 1, "unknown flag --fast"),
+        (&["img", "bench", "-s", "1M", &raw], 1, "smaller than one request"),
+        (&["img", "bench", &file("none")], 1, "no such file"),
+        (&["img", "resize", "-f", "raw", &raw, "512"], 1, "use --shrink"),
+        (&["img", "resize", "-f", "raw", &raw, "-1M"], 1, "no size that can be"),
+        (&["img", "resize", "-f", "raw", &raw, "much"], 1, "is not a size"),
+        (&["img", "convert", "-f", "raw", &raw, &raw], 1, "one file"),
+        (&["img", "convert", "-O", "vmdk", &raw, "x"], 1, "use raw or qcow2"),
+        (&["img", "create", &file("b.raw")], 1, "no size"),
+        (&["img", "create", "-o", "cluster_size=4k", &file("b.raw"), "1M"], 1, "no option `cluster_size`"),
+        (&["img", "check", "-f", "raw", &raw], 63, "nothing to check"),
+        (&["img", "snapshot", "-c", "s", &raw], 1, "only qcow2"),
+        (&["img", "serve", &raw], 1, "--nbd"),
+        (&["img", "serve", "--nbd", &raw, &raw], 1, "no socket"),
+        (&["img", "compare", &raw], 2, "two images"),
+        (&["img", "rebase", &raw], 1, "name it with -b"),
+    ] {
+        refuses(&mut tare(args), code, needle);
+    }
+    assert_eq!(fs::read(&raw).unwrap(), [1; 4096]);
+}
+
+#[test]
+fn sizes_change_as_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.raw");
+    fs::write(&path, vec![5; 1 << 20]).unwrap();
+    let resize = |args: &[&str]| {
+        let all = [&["img", "resize", "-q", "-f", "raw"], args].concat();
+        assert!(tare(&all).status().unwrap().success(), "{args:?}");
+        fs::metadata(&path).unwrap().len()
+    };
+    let file = path.to_str().unwrap();
+    assert_eq!(resize(&[file, "+512k"]), 3 << 19);
+    assert_eq!(resize(&["--shrink", file, "-1M"]), 1 << 19);
+    assert_eq!(resize(&[file, "2M"]), 2 << 20);
+    let bytes = fs::read(&path).unwrap();
+    assert!(bytes[..1 << 19].iter().all(|b| *b == 5) && bytes[1 << 19..].iter().all(|b| *b == 0));
+}
