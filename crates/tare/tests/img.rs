@@ -327,3 +327,158 @@ fn sizes_change_as_asked() {
     let bytes = fs::read(&path).unwrap();
     assert!(bytes[..1 << 19].iter().all(|b| *b == 5) && bytes[1 << 19..].iter().all(|b| *b == 0));
 }
+
+/// A chain of three images with every kind of cluster: `top.qcow2` on `mid.qcow2` on `low.raw`.
+fn chained(p: &Place, options: &str) {
+    p.mixed("low.raw");
+    p.do_all(&[
+        &format!("create -q -f qcow2 -o {options} -F raw -b low.raw mid.qcow2 12M"),
+        "create -q -f qcow2 -F qcow2 -b mid.qcow2 top.qcow2",
+    ]);
+    p.io("mid.qcow2", &["write -P 3 1M 200k", "write -z 2M 1M", "write -P 4 9M 64k"]);
+    p.io("top.qcow2", &["write -P 5 0 4k", "write -P 6 1100k 100k", "write -z 9M 32k", "discard 1M 64k"]);
+}
+
+#[test]
+fn copies_of_every_kind_of_image_are_equal() {
+    let Some(p) = Place::new() else { return };
+    chained(&p, "cluster_size=64k");
+    p.do_all(&[
+        "convert -c -f raw -O qcow2 low.raw packed.qcow2",
+        "convert -c -f raw -O qcow2 -o compression_type=zstd,cluster_size=16k low.raw zstd.qcow2",
+        "convert -f raw -O qcow2 -o extended_l2=on low.raw sub.qcow2",
+    ]);
+    for image in ["top.qcow2", "mid.qcow2", "packed.qcow2", "zstd.qcow2", "sub.qcow2"] {
+        for (format, extra) in [
+            ("raw", &[][..]),
+            ("qcow2", &[]),
+            ("qcow2", &["-o", "cluster_size=4k,refcount_bits=1", "-t", "none"]),
+            ("qcow2", &["-o", "extended_l2=on", "-S", "0"]),
+            ("qcow2", &["-m", "4", "-i", "threads"]),
+        ] {
+            let args = [&["convert", "-f", "qcow2", "-O", format], extra, &[image, "copy"]].concat();
+            assert_eq!(p.tare(&args).code, 0, "{args:?}");
+            assert_eq!(p.qemu(&["compare", "-f", "qcow2", "-F", format, image, "copy"]).code, 0, "{args:?}");
+            assert_eq!(p.tare(&["compare", "-f", "qcow2", "-F", format, image, "copy"]).code, 0, "{args:?}");
+            if format == "qcow2" {
+                assert_eq!(p.qemu(&["check", "-q", "-f", "qcow2", "copy"]).code, 0, "{args:?}");
+            }
+        }
+    }
+}
+
+/// A map as JSON, by clusters of 64 KiB: whether anything of each is present, and data. Below that, QEMU alone tells holes
+/// of the files.
+fn map_of(text: &str) -> Vec<(bool, bool)> {
+    let json: Value = serde_json::from_str(text).unwrap();
+    let mut clusters = Vec::new();
+    for run in json.as_array().unwrap() {
+        let number = |key: &str| run[key].as_u64().unwrap();
+        let (first, end) = (number("start") >> 16, (number("start") + number("length")).div_ceil(1 << 16));
+        clusters.resize(end as usize, (false, false));
+        for cluster in &mut clusters[first as usize..] {
+            cluster.0 |= run["present"].as_bool().unwrap();
+            cluster.1 |= run["data"].as_bool().unwrap();
+        }
+    }
+    clusters
+}
+
+#[test]
+fn chains_map_the_same() {
+    let Some(p) = Place::new() else { return };
+    chained(&p, "cluster_size=64k");
+    for image in ["top.qcow2", "mid.qcow2"] {
+        let args = ["map", "--output=json", "-f", "qcow2", image];
+        let (ours, theirs) = (p.tare(&args), p.qemu(&args));
+        assert_eq!((ours.code, map_of(&ours.stdout)), (0, map_of(&theirs.stdout)), "{image}");
+    }
+}
+
+#[test]
+fn a_rebased_image_shows_the_same() {
+    let Some(p) = Place::new() else { return };
+    chained(&p, "cluster_size=64k");
+    p.do_all(&["convert -f qcow2 -O raw top.qcow2 before.raw", "create -q -f qcow2 other.qcow2 5M"]);
+    p.io("other.qcow2", &["write -P 9 0 2M"]);
+    let shows_the_same = |what: &str| {
+        assert_eq!(p.qemu(&["compare", "-f", "qcow2", "-F", "raw", "top.qcow2", "before.raw"]).code, 0, "{what}");
+        assert_eq!(p.qemu(&["check", "-q", "top.qcow2"]).code, 0, "{what}");
+    };
+    for (backing, format) in [("low.raw", "raw"), ("other.qcow2", "qcow2"), ("mid.qcow2", "qcow2")] {
+        assert_eq!(p.tare(&["rebase", "-F", format, "-b", backing, "top.qcow2"]).code, 0, "{backing}");
+        shows_the_same(backing);
+        let info: Value = serde_json::from_str(&p.qemu(&["info", "--output=json", "top.qcow2"]).stdout).unwrap();
+        assert_eq!(info["backing-filename"], backing);
+    }
+    assert_eq!(p.tare(&["rebase", "-b", "", "top.qcow2"]).code, 0);
+    shows_the_same("none");
+    assert_eq!(p.tare(&["rebase", "-u", "-F", "raw", "-b", "low.raw", "top.qcow2"]).code, 0);
+    assert_eq!(p.tare(&["rebase", "-F", "raw", "-b", "none.raw", "top.qcow2"]).code, 1);
+}
+
+#[test]
+fn qcow2_is_served_to_several_clients() {
+    let Some(p) = Place::new() else { return };
+    chained(&p, "cluster_size=64k");
+    p.do_all(&["convert -f qcow2 -O raw top.qcow2 before.raw"]);
+    let mut server = Command::new(TARE)
+        .args(["img", "serve", "--nbd", "s", "-f", "qcow2", "top.qcow2"])
+        .current_dir(p.0.path())
+        .spawn()
+        .unwrap();
+    for _ in 0..500 {
+        if p.path("s").exists() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let uri = "nbd+unix:///top.qcow2?socket=s";
+    assert_eq!(p.qemu(&["compare", "-f", "raw", "-F", "raw", uri, "before.raw"]).code, 0);
+    let (map, local) = (
+        p.qemu(&["map", "--output=json", "-f", "raw", uri]),
+        p.tare(&["map", "--output=json", "-f", "qcow2", "mid.qcow2"]),
+    );
+    assert_eq!((map.code, local.code), (0, 0));
+    let served: Value = serde_json::from_str(&map.stdout).unwrap();
+    let zero = served.as_array().unwrap().iter().any(|r| r["data"] == false && r["start"].as_u64().unwrap() >= 2 << 20);
+    assert!(zero, "block status tells zeroes: {}", map.stdout);
+    // Two writers at one time, each of its own half.
+    std::thread::scope(|scope| {
+        for half in 0..2u64 {
+            let p = &p;
+            scope.spawn(move || {
+                let at = half * (6 << 20);
+                let write = format!("aio_write -P {} {at} 6M", half + 1);
+                p.io(uri, &[&write, "aio_flush", "flush"]);
+            });
+        }
+    });
+    p.io(uri, &["read -P 1 0 6M", "read -P 2 6M 6M"]);
+    assert!(Command::new("kill").args(["-TERM", &server.id().to_string()]).status().unwrap().success());
+    assert_eq!(server.wait().unwrap().code(), Some(0));
+    assert!(!p.path("s").exists());
+    p.io("top.qcow2", &["read -P 1 0 6M", "read -P 2 6M 6M"]);
+    assert_eq!(p.qemu(&["check", "-q", "top.qcow2"]).code, 0);
+}
+
+#[test]
+fn a_committed_image_is_in_its_backing_file() {
+    let Some(p) = Place::new() else { return };
+    for (options, keep) in [("cluster_size=64k", false), ("cluster_size=4k,refcount_bits=8", true)] {
+        chained(&p, options);
+        p.do_all(&["convert -f qcow2 -O raw top.qcow2 before.raw"]);
+        let args = [&["commit"][..], if keep { &["-d"] } else { &[] }, &["top.qcow2"]].concat();
+        assert_eq!(p.tare(&args), Ended { code: 0, stdout: "Image committed.\n".into() });
+        for image in ["top.qcow2", "mid.qcow2"] {
+            assert_eq!(p.qemu(&["compare", "-f", "qcow2", "-F", "raw", image, "before.raw"]).code, 0, "{image}");
+            assert_eq!(p.qemu(&["check", "-q", image]).code, 0, "{image}");
+        }
+        // Into a raw file, which has to grow first.
+        assert_eq!(p.tare(&["commit", "-q", "mid.qcow2"]).code, 0);
+        assert_eq!(fs::read(p.path("low.raw")).unwrap(), fs::read(p.path("before.raw")).unwrap());
+        let (_, held) = (p.qemu(&["check", "mid.qcow2"]), fs::metadata(p.path("mid.qcow2")).unwrap().len());
+        assert!(held <= 5 << 16, "emptied: {held}");
+    }
+    assert_eq!(p.tare(&["commit", "before.raw"]).code, 1);
+}

@@ -8,6 +8,7 @@ mod args;
 mod bench;
 mod bitmap;
 mod check;
+mod commit;
 mod compare;
 mod convert;
 mod copy;
@@ -55,6 +56,7 @@ const COMMANDS: &[Command] = &[
     command_of("bench", "time requests on an image", bench::HELP, bench::run),
     command_of("bitmap", "make, change and remove persistent dirty bitmaps", bitmap::HELP, bitmap::run),
     command_of("check", "check an image, repair it", check::HELP, check::run),
+    command_of("commit", "write an image into its backing file", commit::HELP, commit::run),
     command_of("compare", "say whether two images hold the same", compare::HELP, compare::run),
     command_of("convert", "copy an image into a new one", convert::HELP, convert::run),
     command_of("create", "make an image", create::HELP, create::run),
