@@ -7,7 +7,7 @@ mod common;
 use std::path::Path;
 use std::process::Command;
 
-use block::{Aio, Cache, Cow, Disk, Op, Options, Qcow2Options};
+use block::{Aio, Cache, Cow, Disk, Error, Fault, FaultPlan, MemImage, Op, Options, Qcow2Options};
 use common::{Buffer, Rng, User};
 
 /// Runs one of QEMU's tools; `None` where there is none.
@@ -16,6 +16,17 @@ fn qemu(tool: &str, arguments: &[&str]) -> Option<String> {
     let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success(), "{tool} {arguments:?}: {text}");
     Some(text)
+}
+
+/// Random enough, and fast without optimisation.
+fn quick(rng: &mut Rng, len: usize) -> Vec<u8> {
+    let word = rng.next().to_le_bytes();
+    let mut data = word.repeat(len.div_ceil(8));
+    data.truncate(len);
+    for sector in data.chunks_mut(512) {
+        sector[..8].copy_from_slice(&rng.next().to_le_bytes());
+    }
+    data
 }
 
 struct Case {
@@ -71,7 +82,7 @@ fn step(user: &mut User, model: &mut [u8], rng: &mut Rng, case: &Case, ids: std:
         let range = at as usize..(at + len) as usize;
         let (op, buffer) = match rng.below(10) {
             0..=4 => {
-                let data = rng.bytes(len as usize);
+                let data = quick(rng, len as usize);
                 model[range].copy_from_slice(&data);
                 (Op::Write, Some(Buffer::with(&data, 0)))
             }
@@ -225,4 +236,260 @@ fn random_requests_over_backing_files() {
             play(&case, Some((&base, format, &content)), 500 + i as u64);
         }
     }
+}
+
+#[test]
+fn what_a_snapshot_shares_is_never_written() {
+    for (create, seed) in
+        [(&[][..], 3), (&["-o", "cluster_size=4k,refcount_bits=4"], 4), (&["-o", "extended_l2=on"], 5)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image.qcow2");
+        let image = path.to_str().unwrap();
+        let cluster = if seed == 4 { 4096 } else { 65536 };
+        let case = Case { name: "snapshots", create, cluster, l2_cache: (seed == 4).then_some(0), ..BASE };
+        let size = case.size.to_string();
+        let arguments = [&["create", "-q", "-f", "qcow2"], create, &[image, &size]].concat();
+        if qemu("qemu-img", &arguments).is_none() {
+            println!("skipped: qemu-img is not installed");
+            return;
+        }
+        let mut model = vec![0; case.size as usize];
+        let mut kept = Vec::new();
+        let mut rng = Rng(seed);
+        for round in 0..3 {
+            let mut user = User::new(Disk::open(&options(&case, &path)).unwrap());
+            for _ in 0..8 {
+                step(&mut user, &mut model, &mut rng, &case, 0..20);
+            }
+            user.disk.detach();
+            drop(user);
+            check(&path, &model, dir.path());
+            if round < 2 {
+                qemu("qemu-img", &["snapshot", "-c", &format!("s{round}"), image]).unwrap();
+                kept.push(model.clone());
+            }
+        }
+        for (n, model) in kept.iter().enumerate() {
+            qemu("qemu-img", &["snapshot", "-a", &format!("s{n}"), image]).unwrap();
+            check(&path, model, dir.path());
+        }
+    }
+}
+
+#[test]
+fn threads_share_an_image() {
+    let dir = tempfile::tempdir().unwrap();
+    for (create, l2_cache, cluster) in [
+        (&["-o", "cluster_size=4k"][..], Some(0), 4096_u64),
+        (&[], None, 65536),
+        (&["-o", "extended_l2=on"], None, 65536),
+    ] {
+        let path = dir.path().join("image.qcow2");
+        let image = path.to_str().unwrap();
+        if qemu("qemu-img", &[&["create", "-q", "-f", "qcow2"], create, &[image, "16M"]].concat()).is_none() {
+            println!("skipped: qemu-img is not installed");
+            return;
+        }
+        let case = Case { name: "shared", l2_cache, size: 16 << 20, cluster, ..BASE };
+        let first = Disk::open(&options(&case, &path)).unwrap();
+        const THREADS: u64 = 3;
+        let sectors = (16 << 20) / 4096;
+        let play = |disk: Disk, thread: u64| {
+            let mut user = User::new(disk);
+            let mut rng = Rng(thread + 1);
+            let mut model = std::collections::HashMap::new();
+            for _ in 0..60 {
+                let mut waiting = Vec::new();
+                for id in 0..16 {
+                    // Neighbouring blocks belong to different threads, so all meet in every cluster.
+                    let block = rng.below(sectors / THREADS) * THREADS + thread;
+                    if waiting.iter().any(|(_, b, _, _)| *b == block) {
+                        continue;
+                    }
+                    let (op, data) = match rng.below(8) {
+                        0 => (Op::Flush, Vec::new()),
+                        1 => (Op::WriteZeroes { unmap: true }, vec![0; 4096]),
+                        2 | 3 => (Op::Read, vec![0; 4096]),
+                        _ => (Op::Write, quick(&mut rng, 4096)),
+                    };
+                    let mut buffer = Buffer::with(&data, 0);
+                    let segs = if matches!(op, Op::Read | Op::Write) { buffer.segs(&mut rng, 512) } else { Vec::new() };
+                    let (at, len) = if op == Op::Flush { (0, 0) } else { (block * 4096, 4096) };
+                    user.submit(id, op, at, len, &segs);
+                    waiting.push((id, block, op, buffer));
+                }
+                for (id, block, op, buffer) in waiting {
+                    user.wait(id).unwrap();
+                    match op {
+                        Op::Write | Op::WriteZeroes { .. } => {
+                            model.insert(block, buffer.data().to_vec());
+                        }
+                        Op::Read => {
+                            let want = model.get(&block).cloned().unwrap_or_else(|| vec![0; 4096]);
+                            assert!(buffer.data() == want, "thread {thread}, block {block}");
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            user.disk.detach();
+            model
+        };
+        let mut whole = vec![0; 16 << 20];
+        let handles: Vec<Disk> = (1..THREADS).map(|_| first.share().unwrap()).collect();
+        std::thread::scope(|scope| {
+            let others: Vec<_> =
+                handles.into_iter().zip(1..).map(|(disk, n)| scope.spawn(move || play(disk, n))).collect();
+            let models = std::iter::once(play(first, 0)).chain(others.into_iter().map(|t| t.join().unwrap()));
+            for (block, data) in models.flatten() {
+                whole[block as usize * 4096..][..4096].copy_from_slice(&data);
+            }
+        });
+        check(&path, &whole, dir.path());
+    }
+}
+
+/// An empty image of 4 MiB in memory, clusters of 4 KiB.
+fn in_memory(dir: &Path) -> Option<MemImage> {
+    let path = dir.join("empty.qcow2");
+    qemu("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", path.to_str().unwrap(), "4M"])?;
+    Some(MemImage::new(std::fs::read(path).unwrap()))
+}
+
+#[test]
+fn a_full_host_fails_the_request_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(image) = in_memory(dir.path()) else {
+        println!("skipped: qemu-img is not installed");
+        return;
+    };
+    let plan = FaultPlan::new();
+    let mut user = User::new(Disk::faulty_qcow2(&image, &Options::qcow2("memory"), &plan).unwrap());
+    let mut model = vec![0; 4 << 20];
+    let mut rng = Rng(9);
+    let mut failed = 0;
+    for turn in 0..600_u64 {
+        if turn % 7 == 0 {
+            let after = rng.below(3) as u32;
+            let errno = Some(if turn % 2 == 0 { libc::ENOSPC } else { libc::EIO });
+            plan.add(Fault { op: Op::Write, range: 0..u64::MAX, after, times: 1, errno });
+        }
+        let at = rng.below(8000) as usize * 512;
+        let sectors = 1 + rng.below(20) as usize;
+        let data = quick(&mut rng, 512 * sectors);
+        match user.write(at as u64, &data) {
+            Ok(()) => model[at..at + data.len()].copy_from_slice(&data),
+            Err(_) => {
+                failed += 1;
+                // Its own range may be anything now; the rest is as it was.
+                plan.clear();
+                user.write(at as u64, &data).unwrap();
+                model[at..at + data.len()].copy_from_slice(&data);
+            }
+        }
+        if turn % 50 == 0 && user.flush().is_err() {
+            plan.clear();
+            user.flush().unwrap();
+        }
+        if turn % 100 == 0 {
+            assert!(user.read(0, model.len()).unwrap() == model, "turn {turn}");
+        }
+    }
+    assert!(failed > 20, "{failed} failures are no test");
+    plan.clear();
+    user.disk.detach();
+    drop(user);
+    let path = dir.path().join("after.qcow2");
+    std::fs::write(&path, image.to_vec()).unwrap();
+    check(&path, &model, dir.path());
+}
+
+#[test]
+fn an_external_data_file_is_where_the_data_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    for raw in ["off", "on"] {
+        let (path, data) = (dir.path().join("image.qcow2"), dir.path().join(format!("data-{raw}")));
+        let word = format!("data_file={},data_file_raw={raw}", data.display());
+        let create = ["create", "-q", "-f", "qcow2", "-o", &word, path.to_str().unwrap(), "8M"];
+        if qemu("qemu-img", &create).is_none() {
+            println!("skipped: qemu-img is not installed");
+            return;
+        }
+        let case = Case { name: "data file", ..BASE };
+        let mut model = vec![0; 8 << 20];
+        let mut rng = Rng(21);
+        for _ in 0..3 {
+            let mut user = User::new(Disk::open(&options(&case, &path)).unwrap());
+            for _ in 0..8 {
+                step(&mut user, &mut model, &mut rng, &case, 0..20);
+            }
+            user.disk.detach();
+            drop(user);
+            check(&path, &model, dir.path());
+            if raw == "on" {
+                assert!(std::fs::read(&data).unwrap() == model, "the data file is a raw image");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_can_not_be_served_is_refused_in_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("image.qcow2");
+    let image = path.to_str().unwrap();
+    let refusal = |options: &Options| match Disk::open(options) {
+        Ok(_) => panic!("{options:?} must be refused"),
+        Err(e) => {
+            let text = e.to_string();
+            assert!(!text.contains('\n'), "{text}");
+            text
+        }
+    };
+    let make = |words: &[&str]| qemu("qemu-img", &[&["create", "-q", "-f", "qcow2"], words, &[image, "4M"]].concat());
+    if make(&[]).is_none() {
+        println!("skipped: qemu-img is not installed");
+        return;
+    }
+    let writer = Disk::open(&Options::qcow2(&path)).unwrap();
+    assert!(matches!(Disk::open(&Options::qcow2(&path)), Err(Error::Locked(..))));
+    drop(writer);
+    // Bytes of the header, patched: unknown feature, damaged, dirty.
+    for (byte, value, says) in [(79, 2, "damaged"), (79, 1, "stale"), (72, 0x80, "features unknown")] {
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[byte] = value;
+        let patched = dir.path().join("patched.qcow2");
+        std::fs::write(&patched, bytes).unwrap();
+        let text = refusal(&Options::qcow2(&patched));
+        assert!(text.contains(says), "{text}");
+        let readable = Disk::open(&Options { readonly: true, ..Options::qcow2(&patched) });
+        assert_eq!(readable.is_ok(), byte == 79, "reading is harmless where the tables are understood");
+    }
+    qemu("qemu-img", &["bitmap", "--add", image, "b"]).unwrap();
+    assert!(refusal(&Options::qcow2(&path)).contains("bitmaps"));
+    assert!(Disk::open(&Options { readonly: true, ..Options::qcow2(&path) }).is_ok());
+    make(&["--object", "secret,id=s,data=x", "-o", "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10"]);
+    assert!(refusal(&Options::qcow2(&path)).contains("encrypted"));
+    std::fs::write(&path, [0; 1 << 16]).unwrap();
+    assert!(refusal(&Options::qcow2(&path)).contains("not a qcow2 image"));
+    // Chains: a loop, a file outside, no format, a missing file.
+    let other = dir.path().join("other.qcow2");
+    let rebase = |file: &Path, words: &[&str]| {
+        qemu("qemu-img", &[&["rebase", "-u", "-f", "qcow2"], words, &[file.to_str().unwrap()]].concat()).unwrap()
+    };
+    make(&[]);
+    std::fs::copy(&path, &other).unwrap();
+    rebase(&path, &["-b", "other.qcow2", "-F", "qcow2"]);
+    assert!(Disk::open(&Options::qcow2(&path)).is_ok());
+    rebase(&other, &["-b", "image.qcow2", "-F", "qcow2"]);
+    assert!(refusal(&Options::qcow2(&path)).contains("twice"));
+    rebase(&other, &["-b", "/etc/passwd", "-F", "raw"]);
+    assert!(refusal(&Options::qcow2(&path)).contains("backing=folder"));
+    rebase(&other, &["-b", "nothing", "-F", "raw"]);
+    assert!(refusal(&Options::qcow2(&path)).contains("no such file"));
+    rebase(&other, &["-b", "nbd://localhost/x", "-F", "raw"]);
+    assert!(refusal(&Options::qcow2(&path)).contains("no plain file name"));
+    let none = Qcow2Options { backing: block::BackingGate::None, ..Qcow2Options::default() };
+    assert!(refusal(&Options { qcow2: none, ..Options::qcow2(&path) }).contains("forbids"));
 }

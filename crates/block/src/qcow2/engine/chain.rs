@@ -90,22 +90,28 @@ pub fn open(options: &Options) -> Result<(Chain, Vec<String>), Error> {
     Ok((chain, builder.warnings))
 }
 
-/// The chain of one image that is on `storage`, for tests: no backing file.
+/// The chain of an image that is on `storage`, for tests: all below it are files, and it has no data file.
 ///
 /// # Errors
 /// What is wrong with the image.
 pub fn open_alone(mut storage: Storage, options: &Options) -> Result<Chain, Error> {
     let path = &options.path;
     let (header, len) = read_header(&mut storage).map_err(io_error(path, "read it"))?.map_err(format_error(path))?;
-    if header.backing.is_some() || header.has(incompatible::DATA_FILE) {
-        return Err(Error::Unsupported(path.clone(), "an image alone can't name other files".into()));
+    if header.has(incompatible::DATA_FILE) {
+        return Err(Error::Unsupported(path.clone(), "an image in memory can't have a data file".into()));
     }
     serveable(path, &header)?;
     let limits = Limits { block_size: 512, discard_granularity: 512 };
     let image = image(storage.share(), path, &header, len, how(options, !options.readonly, 512))?;
     let place = Place { layer: Layer::Qcow2(Box::new(image)), file: 0, data: 0 };
     let ends = vec![if options.readonly { len } else { u64::MAX }];
-    Ok(Chain { places: vec![place], files: vec![storage], ends, limits })
+    let chain = Chain { places: vec![place], files: vec![storage], ends, limits };
+    let mut builder = Builder { options, seen: HashSet::new(), chain: Some(chain), warnings: Vec::new() };
+    let mut next = builder.below(path, &header)?;
+    while let Some((path, format)) = next {
+        next = builder.add(&path, format)?;
+    }
+    builder.chain.ok_or_else(|| Error::Empty(options.path.clone(), 0))
 }
 
 fn how(options: &Options, writable: bool, unit: u32) -> How {
@@ -171,6 +177,11 @@ impl Builder<'_> {
             data += 1;
         }
         self.push(Place { layer: Layer::Qcow2(Box::new(image)), file, data }, files, limits);
+        self.below(path, &header)
+    }
+
+    /// The file below the image at `path`, and its format.
+    fn below(&self, path: &Path, header: &Header) -> Result<Option<(PathBuf, Format)>, Error> {
         let Some(name) = &header.backing else { return Ok(None) };
         if self.chain.as_ref().is_some_and(|c| c.places.len() >= DEEPEST) {
             return Err(Error::Unsupported(path.to_owned(), format!("more than {DEEPEST} backing files in a chain")));
@@ -206,15 +217,17 @@ impl Builder<'_> {
 
     fn file(&mut self, path: &Path, writable: bool) -> Result<(Storage, Limits, u32), Error> {
         let options = Options { path: path.to_owned(), readonly: !writable, ..self.options.clone() };
-        let opened = open::open(&options)?;
-        self.warnings.extend(opened.warnings);
-        let OpenFile { file, direct_align, .. } = &opened.file;
-        let unit = *direct_align;
-        let meta = file.metadata().map_err(io_error(path, "look at it"))?;
-        if !self.seen.insert((meta.dev(), meta.ino())) {
+        // Before it is opened: an image that is its own backing file would only be said to be locked.
+        if let Ok(meta) = std::fs::metadata(path)
+            && !self.seen.insert((meta.dev(), meta.ino()))
+        {
             let what = "it is named twice in one chain of backing files, which would never end";
             return Err(Error::Unsupported(path.to_owned(), what.into()));
         }
+        let opened = open::open(&options)?;
+        self.warnings.extend(opened.warnings);
+        let OpenFile { direct_align, .. } = &opened.file;
+        let unit = *direct_align;
         Ok((Storage::File(FileStorage::new(opened.file, &options)), opened.limits, unit))
     }
 
