@@ -154,8 +154,8 @@ impl Disk {
         Ok(Self { body: Body::Qcow2(Box::new(handle)), path: path.to_owned(), warning: one_line(&warnings) })
     }
 
-    /// A disk on a qcow2 image in memory that logs each change, for tests of power cuts. Of `options`, the path is only a name;
-    /// the image may name no other file.
+    /// A disk on a qcow2 image in memory that logs each change, for tests of power cuts. Of `options`, the path is only a name
+    /// and the place from which backing files are looked for; a data file it can't have.
     ///
     /// # Errors
     /// See [`Error`].
