@@ -8,6 +8,7 @@
 
 pub mod bitmap;
 pub mod compress;
+pub mod crypto;
 pub mod entry;
 pub mod header;
 pub mod refcount;

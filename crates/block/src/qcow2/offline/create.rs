@@ -4,12 +4,14 @@
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
+use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use super::super::format::crypto::{self, NewKey};
 use super::super::format::entry::{COPIED, Mapping};
 use super::super::format::header::{
-    CLUSTER_BITS, Compression, Crypt, EXTENDED_CLUSTER_BITS, Extensions, Features, Header, MAX_BACKING_NAME,
+    CLUSTER_BITS, Compression, Crypt, CryptRef, EXTENDED_CLUSTER_BITS, Extensions, Features, Header, MAX_BACKING_NAME,
     MAX_L1_BYTES, Table, autoclear, compatible, incompatible,
 };
 use super::super::format::refcount::Width;
@@ -17,6 +19,9 @@ use super::edit::Edit;
 use super::image::take_lock;
 use super::{Error, Image, Medium};
 use crate::Secret;
+
+/// Rounds of key derivation of a new LUKS slot: about a second.
+const ROUNDS: u32 = if cfg!(test) { 1000 } else { 1_000_000 };
 
 /// How much of a new image is allocated from the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,7 +64,7 @@ pub struct CreateOptions {
     pub backing_format: Option<String>,
     /// What to allocate.
     pub preallocation: Preallocation,
-    /// Encrypt by LUKS with this passphrase.
+    /// Encrypt by LUKS (aes-256 in xts-plain64, sha256) with this passphrase.
     pub encryption: Option<Secret>,
 }
 
@@ -122,6 +127,12 @@ pub fn create_on(
     if options.data_file_raw && mode == Preallocation::Off {
         mode = Preallocation::Metadata;
     }
+    if let Some(secret) = &options.encryption {
+        let area = new_luks(path, secret)?;
+        let offset = edit.store(&area)?;
+        edit.header.crypt = Crypt::Luks;
+        edit.header.extensions.encryption = Some(CryptRef { offset, len: area.len() as u64 });
+    }
     if mode != Preallocation::Off {
         preallocate(&mut edit, data, mode)?;
     }
@@ -130,6 +141,13 @@ pub fn create_on(
     let end = image.size()?.next_multiple_of(image.header.cluster_size());
     image.medium.set_size(end).map_err(Error::io(path, "size it"))?;
     image.sync()
+}
+
+fn new_luks(path: &Path, secret: &Secret) -> Result<Vec<u8>, Error> {
+    let failed = |source| Error::Io { path: path.to_owned(), what: "make a key for it", source };
+    let mut source = File::open("/dev/urandom").map_err(failed)?;
+    let mut random = |bytes: &mut [u8]| source.read_exact(bytes);
+    crypto::create(&mut NewKey { passphrase: secret.bytes(), rounds: ROUNDS, random: &mut random }).map_err(failed)
 }
 
 /// The header that these options ask for; its tables have sizes but no places yet.
@@ -173,8 +191,8 @@ fn header(path: &Path, options: &CreateOptions) -> Result<Header, Error> {
     if options.backing.is_some() && options.preallocation != Preallocation::Off && !options.extended_l2 {
         return refuse("a backing file and preallocation go together only with extended_l2=on".into());
     }
-    if options.encryption.is_some() {
-        return refuse("images can't be created encrypted yet; make it with qemu-img".into());
+    if options.encryption.is_some() && (options.data_file.is_some() || options.preallocation != Preallocation::Off) {
+        return refuse("encryption goes together with neither a data file nor preallocation".into());
     }
     let names = [&options.backing, &options.data_file];
     for name in names.into_iter().flatten() {

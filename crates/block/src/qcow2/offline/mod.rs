@@ -72,4 +72,6 @@ impl Error {
 }
 
 #[cfg(test)]
+mod crash_tests;
+#[cfg(test)]
 mod tests;
