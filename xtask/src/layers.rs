@@ -34,8 +34,8 @@ const HOUSE: &[Room] = &[
     held("lab", 6, &["spec", "base", "api", "agent"]),
     held("api", 5, &["spec", "base"]),
     room("machine", 4),
-    // Servers for other programs: a disk and a socket, and nothing of a machine.
-    held("export", 3, &["block", "base", "mem"]),
+    // Servers for other programs: a disk, a device and a socket, and nothing of a machine.
+    held("export", 4, &["block", "base", "mem", "spec", "virtio"]),
     room("virtio", 3),
     room("vfio", 3),
     room("pci", 2),

@@ -7,6 +7,7 @@ mod buffer;
 mod listen;
 pub mod nbd;
 mod socket;
+pub mod vhost_user;
 
 use std::io;
 use std::path::PathBuf;

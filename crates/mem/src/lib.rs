@@ -7,5 +7,5 @@ mod layout;
 mod ram;
 
 pub use layout::{HIGH_START, LOW_END, ranges};
-pub use ram::{GuestRam, MemError};
+pub use ram::{GuestRam, MemError, SharedRange};
 pub use vm_memory;

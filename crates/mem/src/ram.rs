@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest's RAM as mapped in this process, with bounded, volatile access. Shared by all threads; no lock.
 
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -30,6 +31,19 @@ pub enum MemError {
     /// An address range that is not RAM.
     #[error("{0} for {1} bytes is outside guest memory")]
     Outside(Gpa, usize),
+}
+
+/// A range of a guest's memory that another process owns and lends us as a file.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedRange<'a> {
+    /// Where the guest has it.
+    pub at: Gpa,
+    /// Bytes.
+    pub len: u64,
+    /// The file.
+    pub file: &'a File,
+    /// Where in the file it begins.
+    pub offset: u64,
 }
 
 /// Alignment of each range in this process: with it, KVM can map 2 MiB of guest memory by one entry.
@@ -66,6 +80,40 @@ impl GuestRam {
                 .ok_or_else(|| MemError::Layout(format!("{at} of {size} bytes")))?;
             regions.push(region);
         }
+        let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
+        Ok(Self { map: Arc::new(map), _owner: Arc::new(owner) })
+    }
+
+    /// Maps memory that another process owns, shared with it. A file that is shorter than its range is refused; one that
+    /// shrinks later kills whoever touches what is gone, which is the owner's to avoid.
+    ///
+    /// # Errors
+    /// [`MemError::Map`] when the host refuses, [`MemError::Layout`] for ranges that overlap, are empty or are not in
+    /// their file.
+    pub fn shared(ranges: &[SharedRange<'_>]) -> Result<Self, MemError> {
+        let mut regions = Vec::with_capacity(ranges.len());
+        let mut owner = Vec::with_capacity(ranges.len());
+        for range in ranges {
+            let &SharedRange { at, len: size, file, offset } = range;
+            let wrong = || MemError::Layout(format!("{at} of {size} bytes"));
+            let refused = |source| MemError::Map { size, source };
+            let end = offset.checked_add(size).ok_or_else(wrong)?;
+            let len = usize::try_from(size).ok().filter(|n| *n > 0).ok_or_else(wrong)?;
+            if at.0.checked_add(size).is_none() || file.metadata().map_err(refused)?.len() < end {
+                return Err(wrong());
+            }
+            // Mapped from the file's start: the offset may be anything.
+            let whole = usize::try_from(end).map_err(|_| wrong())?;
+            let mine = Mmap::shared_at(file, 0, whole).map_err(refused)?;
+            let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+            // SAFETY: `mine` maps offset + len bytes with these permissions and is kept beside the map for as long as any
+            // clone of this value lives.
+            let map = unsafe { MmapRegion::build_raw(mine.as_ptr().add(whole - len), len, prot, flags) }
+                .map_err(|e| MemError::Map { size, source: io::Error::other(e) })?;
+            owner.push(mine);
+            regions.push(GuestRegionMmap::new(map, GuestAddress(at.0)).ok_or_else(wrong)?);
+        }
+        regions.sort_by_key(GuestMemoryRegion::start_addr);
         let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
         Ok(Self { map: Arc::new(map), _owner: Arc::new(owner) })
     }

@@ -27,7 +27,8 @@ is whole; interrupted by SIGINT or SIGTERM, there is none.
   -f FORMAT    of FILE: raw or qcow2; without it the file's first bytes tell
   -O FORMAT    of TARGET [raw]
   -o OPTIONS   of TARGET, see `tare img create --help`
-  -t CACHE     for TARGET: writeback, none or unsafe [unsafe: flushed once, at the end]
+  -t CACHE     for TARGET: writeback, none or unsafe [unsafe: not flushed, unless it
+               takes the place of another]
   -T CACHE     for FILE: writeback, none or unsafe [writeback]
   -i AIO       auto, io_uring or threads [auto]
   -m THREADS   that copy, 1 to 16 [one for each CPU, at most 8]
@@ -57,7 +58,6 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let mut asked = Asked {
         from: How { readonly: true, ..How::default() },
-        // A target that is thrown away after a crash needs no flush on the way.
         to: How { cache: Cache::Unsafe, ..How::default() },
         wish: Wish::default(),
         files: Default::default(),
@@ -159,8 +159,10 @@ fn into(asked: &Asked, source: &mut Disk, path: &Path, name: &Path, blank: bool)
     let flush = |e: std::io::Error| place(name, 0, "the last flush", e);
     Pump::new(&mut target, 1, 512).and_then(|mut pump| pump.one(Op::Flush, 0, 0)).map_err(flush)?;
     drop(target);
-    // `unsafe` answers flushes without passing them on: the image as it is now is what has to last.
-    fs::File::open(path).and_then(|file| file.sync_all()).map_err(flush)?;
+    // An image that takes another's place is durable first, whatever the cache mode: else a crash could lose both.
+    if path != name && name.exists() {
+        fs::File::open(path).and_then(|file| file.sync_all()).map_err(flush)?;
+    }
     progress.finish();
     Ok(0)
 }

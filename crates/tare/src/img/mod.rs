@@ -64,7 +64,7 @@ const COMMANDS: &[Command] = &[
     command_of("map", "list where an image's data lies", map::HELP, map::run),
     command_of("rebase", "put an image on another backing file", rebase::HELP, rebase::run),
     command_of("resize", "make an image longer or shorter", resize::HELP, resize::run),
-    command_of("serve", "give an image to other programs over NBD", serve::HELP, serve::run),
+    command_of("serve", "give an image to other programs: NBD, vhost-user-blk", serve::HELP, serve::run),
     command_of("snapshot", "take, list, apply and delete internal snapshots", snapshot::HELP, snapshot::run),
 ];
 
@@ -113,7 +113,9 @@ fn overview() -> String {
     let list: String = COMMANDS.iter().map(|c| format!("  {:<10}{}\n", c.name, c.what)).collect();
     format!(
         "usage: tare img COMMAND [options] FILE...\n\n{list}\n\
-         `tare img COMMAND --help` says more. Options and output are those of qemu-img.\n\n\
+         `tare img COMMAND --help` says more. Options and output are those of qemu-img.\n\
+         --backing=GATE, where a command has it: which other files an image may name: those in\n\
+         its own folder and below (folder, what happens without it), any, or none.\n\n\
          exit codes: 0 done; 1 failed, with one line that says why; what else a command\n\
          has to say is in its --help\n"
     )

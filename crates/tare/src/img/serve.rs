@@ -1,30 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `tare img serve`: gives an image to other programs (QEMU, the kernel's NBD client, other monitors) over a Unix socket,
-//! until a signal ends it.
+//! until a signal ends it: by NBD, or by vhost-user to another monitor's guest.
 
 use std::path::{Path, PathBuf};
 
+use block::Cache;
 use export::nbd::{Export, Server};
+use export::vhost_user;
 
 use super::args::{Options, Refusal, Word};
 use super::image::How;
 use super::interrupt;
 
 pub const HELP: &str = "\
-usage: tare img serve --nbd SOCKET [-f FORMAT] [-i AIO] [-r] [-t CACHE] [--name=NAME]
-                      [--shared=N] [--backing=GATE] FILE
+usage: tare img serve --nbd SOCKET | --vhost-user SOCKET [-f FORMAT] [-i AIO] [-r] [-t CACHE]
+                      [--name=NAME] [--shared=N] [--serial=TEXT] [--backing=GATE] FILE
 
-Serves an image over NBD on a Unix socket until SIGINT or SIGTERM: newstyle handshake,
-structured replies, block status (base:allocation), several connections. Whoever may
-write to the socket may use the disk.
+Serves an image on a Unix socket until SIGINT or SIGTERM. Over NBD: newstyle handshake,
+structured replies, block status (base:allocation), several connections. Over vhost-user
+(vhost-user-blk): the virtio block device of tare's own guests, for another monitor's
+guest, one at a time. Whoever may write to the socket may use the disk.
 
-  --nbd SOCKET    where to listen
+  --nbd SOCKET, --vhost-user SOCKET
+                  where to listen, and for whom
   -f FORMAT       raw or qcow2; without it the file's first bytes tell
   -i AIO          auto, io_uring or threads [auto]
   -r              read-only
   -t CACHE        writeback, none or unsafe [writeback]
   --name=NAME     what clients call the disk; the empty name works too [the file's name]
-  --shared=N      connections at one time, 1 to 256 [16]
+  --shared=N      NBD connections at one time, 1 to 256 [16]
+  --serial=TEXT   what a vhost-user guest reads as serial number, at most 20 bytes
 
 exit codes: 0 ended by a signal, everything durable; 1 the image or the socket can't be used
 ";
@@ -34,15 +39,17 @@ exit codes: 0 ended by a signal, everything durable; 1 the image or the socket c
 struct Asked {
     how: How,
     file: PathBuf,
-    nbd: PathBuf,
+    socket: PathBuf,
+    vhost_user: bool,
     name: Option<String>,
+    serial: Option<String>,
     shared: usize,
 }
 
 fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
     let mut asked = Asked { shared: 16, ..Asked::default() };
     let mut files = Vec::new();
-    let mut nbd = None;
+    let mut sockets = Vec::new();
     while let Some(word) = options.next()? {
         match word {
             Word::Short('f') => asked.how.take_format(options)?,
@@ -51,7 +58,8 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Short('r') => asked.how.readonly = true,
             Word::Long(name) => match name.as_str() {
                 "backing" => asked.how.take_gate(options)?,
-                "nbd" => nbd = Some(PathBuf::from(options.value()?)),
+                "nbd" | "vhost-user" => sockets.push((name == "vhost-user", PathBuf::from(options.value()?))),
+                "serial" => asked.serial = Some(options.text()?),
                 "name" => asked.name = Some(options.text()?),
                 "shared" => asked.shared = options.number(1..=256)? as usize,
                 "read-only" => asked.how.readonly = true,
@@ -62,8 +70,14 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
         }
     }
     asked.file = options.one_file(files)?;
-    asked.nbd =
-        nbd.ok_or_else(|| Refusal::new("no socket named: command line; say where to listen with --nbd SOCKET"))?;
+    (asked.vhost_user, asked.socket) = match sockets.len() {
+        0 => return Err(Refusal::new("no socket named: command line; say where to listen with --nbd SOCKET")),
+        1 => sockets.remove(0),
+        _ => return Err(Refusal::new("more than one socket named: command line; a server listens on one")),
+    };
+    if asked.serial.as_ref().is_some_and(|serial| serial.len() > 20) {
+        return Err(Refusal::new("the serial number is longer than 20 bytes: --serial; choose a shorter one"));
+    }
     if asked.name.as_ref().is_some_and(|name| name.len() > 255) {
         return Err(Refusal::new("the name is longer than 255 bytes: --name; choose a shorter one"));
     }
@@ -75,9 +89,19 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     let asked = parse(options)?;
     let disk = asked.how.open(&asked.file)?;
     let stop = interrupt::install().map_err(|e| Refusal::new(format!("no eventfd to be had, {e}: this host")))?;
-    let name = asked.name.unwrap_or_else(|| file_name(&asked.file));
-    let export = Export { name, description: String::new(), disk, clients: asked.shared };
-    Server::bind(&asked.nbd, export).and_then(|server| server.run(&stop)).map_err(Refusal::new)?;
+    if asked.vhost_user {
+        let mut spec = spec::Disk::new(&asked.file);
+        spec.serial = asked.serial;
+        if asked.how.cache == Cache::Unsafe {
+            spec.cache = spec::Cache::Unsafe;
+        }
+        vhost_user::Server::bind(&asked.socket, disk, &spec).and_then(|server| server.run(&stop))
+    } else {
+        let name = asked.name.unwrap_or_else(|| file_name(&asked.file));
+        let export = Export { name, description: String::new(), disk, clients: asked.shared };
+        Server::bind(&asked.socket, export).and_then(|server| server.run(&stop))
+    }
+    .map_err(Refusal::new)?;
     Ok(0)
 }
 
@@ -98,7 +122,7 @@ mod tests {
             parse(&mut Options::new(&mut parser, "serve")).map_err(|r| r.message)
         };
         let good = asked(&["-r", "--nbd", "s", "--shared=3", "d.raw"]).unwrap();
-        assert_eq!((good.nbd, good.shared, good.how.readonly), (PathBuf::from("s"), 3, true));
+        assert_eq!((good.socket, good.shared, good.how.readonly), (PathBuf::from("s"), 3, true));
         assert!(asked(&["d.raw"]).unwrap_err().contains("--nbd SOCKET"));
         assert!(asked(&["--nbd", "s"]).unwrap_err().contains("no image named"));
         assert!(asked(&["--nbd", "s", "--shared=0", "d"]).unwrap_err().contains("1 to 256"));

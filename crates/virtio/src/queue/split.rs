@@ -109,6 +109,13 @@ impl Queue {
         }
     }
 
+    /// Goes on where a queue with these rings was left: `index` is its available and its used index. For a queue that
+    /// was not used yet.
+    pub fn resume_at(&mut self, index: u16) {
+        (self.next_avail, self.seen_avail) = (index, index);
+        (self.next_used, self.told_used) = (index, index);
+    }
+
     /// Entries in the queue.
     #[must_use]
     pub const fn size(&self) -> u16 {
