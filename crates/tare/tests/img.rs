@@ -482,3 +482,59 @@ fn a_committed_image_is_in_its_backing_file() {
     }
     assert_eq!(p.tare(&["commit", "before.raw"]).code, 1);
 }
+
+/// A boot sector that reads sector 1, says its first four bytes on port 0xe9, writes it to sector 2 and ends the machine.
+fn boot_sector() -> Vec<u8> {
+    const READ: u16 = 0x7c80;
+    const WRITE: u16 = 0x7c90;
+    let packet = |sector: u64| [&[0x10, 0, 1, 0, 0, 0x80, 0, 0][..], &sector.to_le_bytes()].concat();
+    let mut code = vec![0xfa, 0x31, 0xc0, 0x8e, 0xd8, 0x8e, 0xc0, 0x8e, 0xd0, 0xbc, 0x00, 0x7c, 0xfb];
+    code.extend([&[0xbe][..], &READ.to_le_bytes(), &[0xb4, 0x42, 0xcd, 0x13]].concat()); // the packet; int 13h, 42h
+    code.extend([0xbe, 0x00, 0x80, 0xb9, 0x04, 0x00, 0xfc, 0xac, 0xe6, 0xe9, 0xe2, 0xfb]); // lodsb, out, four times
+    code.extend([&[0xbe][..], &WRITE.to_le_bytes(), &[0xb4, 0x43, 0x30, 0xc0, 0xcd, 0x13]].concat()); // int 13h, 43h
+    code.extend([0xb0, 0x00, 0xe6, 0xf4, 0xf4, 0xeb, 0xfd]); // the exit port
+    code.resize(0x80, 0);
+    code.extend([packet(1), packet(2)].concat());
+    code.resize(510, 0);
+    code.extend([0x55, 0xaa]);
+    code
+}
+
+#[test]
+fn qemus_guest_boots_from_a_vhost_user_disk() {
+    let Some(p) = Place::new() else { return };
+    if Command::new("qemu-system-x86_64").arg("--version").stdout(Stdio::null()).status().is_err() {
+        eprintln!("skipped: qemu-system-x86_64 is missing");
+        return;
+    }
+    let mut bytes = boot_sector();
+    bytes.extend(b"TARE");
+    bytes.resize(8 << 20, 0);
+    fs::write(p.path("boot.raw"), bytes).unwrap();
+    p.do_all(&["convert -f raw -O qcow2 boot.raw boot.qcow2"]);
+    let mut server = Command::new(TARE)
+        .args(["img", "serve", "--vhost-user", "s", "-f", "qcow2", "--serial=tare-1", "boot.qcow2"])
+        .current_dir(p.0.path())
+        .spawn()
+        .unwrap();
+    for _ in 0..500 {
+        if p.path("s").exists() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let ended = Command::new("timeout")
+        .args("60 qemu-system-x86_64 -nodefaults -display none -M q35,accel=tcg,memory-backend=m -m 64".split(' '))
+        .args("-object memory-backend-memfd,id=m,size=64M,share=on -chardev socket,id=c,path=s".split(' '))
+        .args("-device vhost-user-blk-pci,chardev=c,num-queues=1".split(' '))
+        .args("-debugcon file:said -device isa-debug-exit,iobase=0xf4".split(' '))
+        .current_dir(p.0.path())
+        .status()
+        .unwrap();
+    assert!(Command::new("kill").args(["-TERM", &server.id().to_string()]).status().unwrap().success());
+    assert_eq!(server.wait().unwrap().code(), Some(0));
+    assert_eq!(ended.code(), Some(1), "the exit port with 0");
+    assert!(fs::read_to_string(p.path("said")).unwrap().ends_with("TARE"));
+    assert_eq!(p.qemu(&["convert", "-f", "qcow2", "-O", "raw", "boot.qcow2", "after.raw"]).code, 0);
+    assert_eq!(fs::read(p.path("after.raw")).unwrap()[1024..1028], *b"TARE");
+}
