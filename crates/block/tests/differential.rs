@@ -51,7 +51,6 @@ fn try_row(row: Row, seed: u64, batches: usize, engines: [Engine; 2]) {
     );
 }
 
-#[allow(dead_code)] // until tare serves qcow2
 /// Rows `part`, `part + 4`... of all; then, if asked, on with new seeds.
 fn run(part: usize, engines: [Engine; 2], batches: usize) {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
@@ -85,4 +84,24 @@ fn the_judges_agree_on_qemu() {
     for (n, row) in pairwise(1).into_iter().enumerate().step_by(seconds("TARE_STEP").unwrap_or(8) as usize) {
         try_row(row, n as u64, 6, [Engine::Qemu; 2]);
     }
+}
+
+#[test]
+fn tare_and_qemu_agree_1() {
+    run(0, [Engine::Tare, Engine::Qemu], 12);
+}
+
+#[test]
+fn tare_and_qemu_agree_2() {
+    run(1, [Engine::Tare, Engine::Qemu], 12);
+}
+
+#[test]
+fn tare_and_qemu_agree_3() {
+    run(2, [Engine::Tare, Engine::Qemu], 12);
+}
+
+#[test]
+fn tare_and_qemu_agree_4() {
+    run(3, [Engine::Tare, Engine::Qemu], 12);
 }

@@ -6,9 +6,11 @@
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Barrier, Mutex};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use block::Disk;
+use block::qcow2::offline::Image;
 use testkit::qcow2::history::{Style, fill};
 use testkit::qcow2::options::Backing;
 use testkit::qcow2::reader::no_inflate;
@@ -258,6 +260,35 @@ impl Twin {
     }
 
     fn tare(&self, path: &Path, session: &Session, rng: &mut Rng) -> Result<(), String> {
+        let mut rest = &session.items[..];
+        // What can't be done while the disk is open is done while it is not.
+        while let Some(size) = self.tare_open(path, &mut rest, rng)? {
+            self.resize_closed(path, size, rng)?;
+        }
+        Ok(())
+    }
+
+    fn resize_closed(&self, path: &Path, size: u64, rng: &mut Rng) -> Result<(), String> {
+        if rng.one_in(2) {
+            let below = (self.row.backing() != Backing::None).then_some(self.backing.len() as u64);
+            let mut image = Image::open(path, true).map_err(|e| e.to_string())?;
+            match image.resize(size, below) {
+                Ok(()) => return Ok(()),
+                // What it refuses, it refuses for good reason; QEMU's tool has it then.
+                Err(e) if ["raw data file", "can't be extended"].iter().any(|why| e.to_string().contains(why)) => {}
+                Err(e) => return Err(format!("resize to {size} while closed: {e}")),
+            }
+        }
+        qemu_img(&["resize", "-q", "--shrink", "-f", "qcow2", text(path), &size.to_string()]).map(drop)
+    }
+
+    /// Plays what it can of `rest` in one opening; a size means that the disk is to get it before it goes on.
+    fn tare_open(
+        &self,
+        path: &Path,
+        rest: &mut &[(Item, Vec<Option<Bytes>>)],
+        rng: &mut Rng,
+    ) -> Result<Option<u64>, String> {
         let disk = Disk::open(&self.row.options(path)).map_err(|e| format!("tare can't open it: {e}"))?;
         let handles = self.row.handles();
         let mut disks = Vec::new();
@@ -265,31 +296,42 @@ impl Twin {
             disks.push(disk.share().map_err(|e| format!("it can't be shared: {e}"))?);
         }
         disks.push(disk);
-        let (barrier, errors) = (Barrier::new(disks.len()), Mutex::new(Vec::new()));
+        let (arrived, errors) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+        let refused = Mutex::new(None);
+        let items = *rest;
         std::thread::scope(|scope| {
             for (n, disk) in disks.into_iter().enumerate() {
-                let (barrier, errors, mut rng) = (&barrier, &errors, Rng::new(rng.next()));
+                let (arrived, errors, refused, mut rng) = (&arrived, &errors, &refused, Rng::new(rng.next()));
                 scope.spawn(move || {
                     let mut player = Player::new(disk).unwrap();
-                    for (item, expected) in &session.items {
+                    for (at, (item, expected)) in items.iter().enumerate() {
                         let done = catch_unwind(AssertUnwindSafe(|| {
                             play_share(&mut player, item, expected, (n, handles as usize), &mut rng)
                         }));
-                        match done {
-                            Ok(Ok(())) => {}
-                            Ok(Err(why)) => errors.lock().unwrap().push(why),
-                            Err(_) => errors.lock().unwrap().push("the engine panicked".into()),
+                        match (done, item) {
+                            (Ok(Ok(())), _) => {}
+                            (Ok(Err(why)), Item::Resize(size)) if why.contains("tare img resize") => {
+                                *refused.lock().unwrap() = Some((at + 1, *size));
+                            }
+                            (Ok(Err(why)), _) => errors.lock().unwrap().push(why),
+                            (Err(_), _) => errors.lock().unwrap().push("the engine panicked".into()),
                         }
-                        barrier.wait();
+                        arrived.fetch_add(1, Ordering::SeqCst);
+                        player.serve_until(|| arrived.load(Ordering::SeqCst) >= (at + 1) * handles as usize);
+                        if matches!(item, Item::Resize(_)) && refused.lock().unwrap().is_some() {
+                            break;
+                        }
                     }
                     drop(player.end());
                 });
             }
         });
-        match errors.into_inner().unwrap().first() {
-            Some(first) => Err(first.clone()),
-            None => Ok(()),
+        if let Some(first) = errors.into_inner().unwrap().first() {
+            return Err(first.clone());
         }
+        let Some((done, size)) = refused.into_inner().unwrap() else { return Ok(None) };
+        *rest = &items[done..];
+        Ok(Some(size))
     }
 
     /// Whether an image is sound and holds what the model holds, in all its snapshots.

@@ -122,6 +122,7 @@ impl Row {
         clash(7, 8, self.data_file() == 2 && self.backing() != Backing::None);
         clash(8, 9, self.backing() != Backing::None && self.preallocation() != "off" && !self.extended());
         clash(0, 15, old && self.resize() && self.snapshots());
+        clash(8, 15, old && self.resize() && self.backing() != Backing::None);
         found
     }
 

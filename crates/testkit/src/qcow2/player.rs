@@ -110,6 +110,16 @@ impl Player {
         self.disk.want_wake(false);
     }
 
+    /// Serves the disk until `done` says so: another handle's request may wait for what this one has begun.
+    pub fn serve_until(&mut self, done: impl Fn() -> bool) {
+        while !done() {
+            self.disk.want_wake(false);
+            self.collect();
+            self.disk.commit();
+            std::thread::sleep(std::time::Duration::from_micros(100));
+        }
+    }
+
     fn launch(&mut self, id: u16, step: Step, rng: &mut Rng) -> Flying {
         let (at, len) = step.range();
         let skew = if rng.one_in(4) { rng.below(600) as usize } else { 0 };
