@@ -123,16 +123,6 @@ pub fn scatter(mut data: &[u8], segs: &[Seg]) {
     }
 }
 
-/// Copies the segments into `data`, as far as it goes.
-pub fn gather(segs: &[Seg], mut data: &mut [u8]) {
-    for seg in segs {
-        let (here, rest) = data.split_at_mut(seg.len.min(data.len()));
-        // SAFETY: as in `scatter`.
-        unsafe { std::ptr::copy(seg.ptr.cast_const(), here.as_mut_ptr(), here.len()) };
-        data = rest;
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -146,9 +136,6 @@ mod tests {
         let mut part = Vec::new();
         cut(&segs, 2, 5, &mut part);
         assert_eq!(part.iter().map(|s| s.len).collect::<Vec<_>>(), [1, 3, 1]);
-        let mut out = [0; 5];
-        gather(&part, &mut out);
-        assert_eq!(out, [3, 4, 5, 6, 7]);
         scatter(&[9, 9], &part);
         fill_zero(&part[2..]);
         assert_eq!(buf.bytes_mut()[..8], [1, 2, 9, 9, 5, 6, 0, 8]);

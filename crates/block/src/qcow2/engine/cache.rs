@@ -159,13 +159,6 @@ impl Cache {
         let slot = self.slots.get(index)?;
         Some((slot.tag.load(Ordering::Relaxed).checked_sub(1)?, slot.words.get()?))
     }
-
-    /// Forgets every slice. For holders of the lock, when nothing is dirty.
-    pub fn clear(&self) {
-        for slot in &self.slots {
-            self.change(slot, || slot.tag.store(0, Ordering::Relaxed));
-        }
-    }
 }
 
 #[cfg(test)]

@@ -44,6 +44,8 @@ pub struct Run {
     left: usize,
     errno: i32,
     flushes: Vec<Waiter>,
+    /// Tasks of this handle that end no sooner than the cycle does.
+    holds: Vec<u32>,
     dirty: Dirty,
     tables: Vec<Fresh>,
     /// Slots, where they belong, and copies of them.
@@ -104,9 +106,23 @@ impl Handle {
         }
     }
 
+    /// Keeps a request that started a cycle from ending before it: a cycle goes on only while its handle has requests in
+    /// flight. True if there is a cycle to wait for; the task then has a piece more.
+    pub(super) fn hold(&mut self, task: u32) -> bool {
+        self.need_cycle();
+        match &mut self.cycle {
+            Some(run) => {
+                run.holds.push(task);
+                true
+            }
+            None => false,
+        }
+    }
+
     fn start_cycle(&mut self, top: &Image) {
         let mut meta = top.lock();
         if meta.cycles.running || self.cycle.is_some() {
+            // Its end wakes who waits for the next one.
             return;
         }
         meta.cycles.running = true;
@@ -261,16 +277,20 @@ impl Handle {
                 waiter.flushed(run.errno);
             }
         }
-        let again = !meta.cycles.waiters.is_empty() || (ok && meta.cycles.wanted);
+        // Whoever waits runs the next one: this handle may have nothing more to do, and nobody to drive it.
+        let leader = if meta.cycles.waiters.is_empty() { None } else { Some(meta.cycles.waiters.remove(0)) };
         drop(meta);
         for waiter in run.flushes {
             waiter.flushed(run.errno);
         }
+        for task in run.holds {
+            self.part_done(task, 0);
+        }
         if ok {
             self.ripen(top);
         }
-        if again {
-            self.start_cycle(top);
+        if let Some(leader) = leader {
+            leader.go_on();
         }
     }
 
@@ -331,6 +351,7 @@ fn collect(meta: &mut Meta, top: &Image, plain: bool) -> Run {
         phase: Phase::Bodies,
         left: 0,
         errno: 0,
+        holds: Vec::new(),
         flushes: std::mem::take(&mut meta.cycles.waiters),
         dirty: Dirty::default(),
         tables: Vec::new(),

@@ -24,6 +24,7 @@ use super::image::Image;
 use super::inbox::{Inbox, News, Waiter};
 use super::slab::Slab;
 use super::write::Alloc;
+use super::zero::Change;
 
 /// Pieces of one task under way at a time.
 const MOST_PIECES: u32 = 32;
@@ -52,10 +53,8 @@ pub enum Kind {
     Read(usize),
     /// To the top.
     Write,
-    /// Frees whole clusters.
-    Discard,
-    /// Zeroes; may free.
-    Zero(bool),
+    /// Frees or zeroes.
+    Zero(Change),
     /// Makes durable.
     Flush,
 }
@@ -286,8 +285,8 @@ impl Handle {
         let kind = match op {
             Op::Read => Kind::Read(0),
             Op::Write => Kind::Write,
-            Op::Discard => Kind::Discard,
-            Op::WriteZeroes { unmap } => Kind::Zero(unmap),
+            Op::Discard => Kind::Zero(Change::Discard),
+            Op::WriteZeroes { unmap } => Kind::Zero(Change::Zero(unmap)),
             Op::Flush => Kind::Flush,
         };
         let (offset, end) = if op == Op::Flush { (0, 0) } else { (offset, offset + len) };
@@ -461,8 +460,7 @@ impl Handle {
                 match task.kind {
                     Kind::Read(top) => self.step_read(index, &mut task, top),
                     Kind::Write => self.step_write(index, &mut task),
-                    Kind::Discard => self.step_zero(index, &mut task, true, true),
-                    Kind::Zero(unmap) => self.step_zero(index, &mut task, unmap, false),
+                    Kind::Zero(change) => self.step_zero(index, &mut task, change),
                     Kind::Flush => task.cursor = task.end,
                 }
             }
@@ -534,8 +532,17 @@ impl Handle {
     /// # Errors
     /// The flush's.
     pub fn flush_now(&mut self) -> io::Result<()> {
+        self.wait_for(Kind::Flush, 0, 0)
+    }
+
+    /// Does something and waits until it is done.
+    ///
+    /// # Errors
+    /// Those of what is done.
+    pub(super) fn wait_for(&mut self, kind: Kind, from: u64, to: u64) -> io::Result<()> {
         self.closed = None;
-        self.start(Kind::Flush, 0, 0, Vec::new(), Parent::Close, None);
+        let ticket = if kind == Kind::Flush { None } else { self.top().map(|t| t.epochs.enter()) };
+        self.start(kind, from, to, Vec::new(), Parent::Close, ticket);
         loop {
             self.commit();
             self.pump();

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::options::Cow;
 use crate::qcow2::format::entry::{COPIED, Layout, Mapping, OFFSET_MASK};
-use crate::qcow2::format::header::{Compression, Header, Table, incompatible};
+use crate::qcow2::format::header::{Compression, Header, Table};
 use crate::qcow2::format::{FormatError, be64};
 use crate::storage::Storage;
 
@@ -363,6 +363,3 @@ fn writable_refs(
 pub fn l1_raw(offset: u64) -> u64 {
     offset | COPIED
 }
-
-/// Feature bits that mark the image as damaged.
-pub const CORRUPT_BIT: u64 = incompatible::CORRUPT;

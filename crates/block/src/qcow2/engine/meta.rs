@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use crate::qcow2::format::be64;
 use crate::qcow2::format::entry::{Mapping, OFFSET_MASK};
-use crate::qcow2::format::header::Header;
+use crate::qcow2::format::header::{Header, Table};
 use crate::storage::Storage;
 
 use super::image::{Image, l1_raw};
@@ -339,6 +339,67 @@ impl Meta {
         // The table has its clusters for itself.
         bytes.resize(self.unit.min(1 << self.header.cluster_bits).max(bytes.len()), 0);
         (self.header.l1.offset + first as u64 * 8, bytes)
+    }
+
+    /// Writes the header's first sector and waits until it is durable.
+    fn save_head(&mut self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        let mut head = self.head.clone();
+        if let Some(to) = head.get_mut(at as usize..at as usize + bytes.len()) {
+            to.copy_from_slice(bytes);
+        }
+        side::flush(&mut self.side)?;
+        side::write(&mut self.side, 0, &head)?;
+        self.head = head;
+        side::flush(&mut self.side)
+    }
+
+    /// Says in the header how large the disk is.
+    ///
+    /// # Errors
+    /// What the host says.
+    pub fn save_size(&mut self, bytes: u64) -> io::Result<()> {
+        let mut header = self.header.clone();
+        header.size = bytes;
+        let (at, patch) = header.patch_size();
+        self.save_head(at, &patch)?;
+        self.header = header;
+        Ok(())
+    }
+
+    /// Clusters for an L1 table of at least so many entries: offset and entries.
+    ///
+    /// # Errors
+    /// See [`Refs::alloc`].
+    pub fn alloc_l1(&mut self, entries: u64) -> io::Result<(u64, u32)> {
+        let cluster = 1u64 << self.header.cluster_bits;
+        let clusters = (entries * 8).div_ceil(cluster);
+        let refs = self.refs.as_mut().ok_or_else(|| io::Error::from_raw_os_error(libc::EROFS))?;
+        self.cycles.dirty = true;
+        let run = refs.alloc_exact(clusters, &mut self.side)?;
+        refs.reserved.extend(run.first..run.first + clusters);
+        Ok((run.first * cluster, entries as u32))
+    }
+
+    /// Puts the L1 table at `offset`, with `count` entries. Not while a cycle is running.
+    ///
+    /// # Errors
+    /// What the host says; the table is where it was, then.
+    pub fn move_l1(&mut self, offset: u64, count: u32) -> io::Result<()> {
+        let cluster = 1usize << self.header.cluster_bits;
+        let mut table = self.l1_disk.clone();
+        table.resize(count as usize, 0);
+        let mut bytes: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
+        bytes.resize(bytes.len().next_multiple_of(cluster), 0);
+        side::write(&mut self.side, offset, &bytes)?;
+        let mut header = self.header.clone();
+        let old = std::mem::replace(&mut header.l1, Table { offset, count });
+        let (at, patch) = header.patch_l1();
+        self.save_head(at, &patch)?;
+        (self.header, self.l1_disk) = (header, table);
+        let clusters = (u64::from(old.count) * 8).div_ceil(cluster as u64);
+        let first = old.offset / cluster as u64;
+        self.frees.durable.extend(first..first + clusters);
+        Ok(())
     }
 
     /// Offset of the table that L1 entry `index` names in memory.

@@ -112,11 +112,6 @@ impl Refs {
         self.width.block_bits(self.cluster_bits)
     }
 
-    /// Where the table is, and how many clusters it has.
-    pub fn table_place(&self) -> (u64, u32) {
-        (self.offset, ((self.table.len() as u64 * 8) >> self.cluster_bits) as u32)
-    }
-
     /// The content of the table on disk around entry `index`: offset in the file and bytes, in units of `unit`.
     pub fn disk_sector(&self, index: usize, unit: usize) -> (u64, Vec<u8>) {
         let first = index * 8 / unit * unit / 8;

@@ -7,9 +7,15 @@ use std::sync::atomic::Ordering;
 
 use crate::disk::{Extent, ExtentKind};
 
-use super::handle::Handle;
+use crate::qcow2::format::header::MAX_L1_BYTES;
+use crate::storage::Storage;
+
+use super::chain::Chain;
+use super::handle::{Handle, Kind};
+use super::meta::Meta;
 use super::read::Found;
 use super::side;
+use super::zero::Change;
 
 fn error(errno: i32) -> io::Error {
     io::Error::from_raw_os_error(errno)
@@ -105,37 +111,88 @@ impl Handle {
         if bytes == size {
             return Ok(());
         }
-        if bytes < size {
+        let meta = top.lock();
+        let (old, snapshots) = (meta.header.version < 3, meta.header.snapshots.count > 0);
+        drop(meta);
+        if old && snapshots {
             return unsupported(
-                "a qcow2 disk in use can't be made smaller; use `tare img resize --shrink` when it is not",
+                "an image of version 2 with snapshots can't be resized: they have no size of their own",
             );
         }
-        if top.has_backing || top.layout.data_file {
-            return unsupported(
-                "a disk in use with a backing file or a data file can't be resized; use `tare img resize` when it is not",
-            );
+        if bytes < size { self.shrink(size, bytes) } else { self.extend(size, bytes) }
+    }
+
+    /// Zeroes what stays behind the new end in its cluster, frees the clusters past it, then says so in the header.
+    fn shrink(&mut self, size: u64, bytes: u64) -> io::Result<()> {
+        let chain = Arc::clone(&self.chain);
+        let Some(top) = chain.top() else { return Err(error(libc::EIO)) };
+        let cluster = top.layout.cluster_size();
+        let whole = bytes.next_multiple_of(cluster);
+        if whole != bytes {
+            self.wait_for(Kind::Zero(Change::Zero(false)), bytes, whole.min(size))?;
         }
-        let mut meta = top.lock();
-        if top.layout.l1_entries(bytes) > u64::from(meta.header.l1.count) {
-            return unsupported(
-                "its table has no room for that size while it is in use; use `tare img resize` when it is not",
-            );
-        }
-        let mut header = meta.header.clone();
-        header.size = bytes;
-        let (at, patch) = header.patch_size();
-        let mut head = meta.head.clone();
-        if let Some(to) = head.get_mut(at as usize..at as usize + patch.len()) {
-            to.copy_from_slice(&patch);
-        }
-        if meta.cycles.running {
-            return Err(error(libc::EBUSY));
-        }
-        side::write(&mut meta.side, 0, &head)?;
-        side::flush(&mut meta.side)?;
-        (meta.head, meta.header) = (head, header);
         top.size.store(bytes, Ordering::Release);
+        let freed = self.wait_for(Kind::Zero(Change::Cut), whole, size.next_multiple_of(cluster));
+        freed.and_then(|()| self.flush_now())?;
+        self.between_cycles(|meta| meta.save_size(bytes))?;
+        if top.raw_data_file {
+            self.data_file(&chain)?.set_len(bytes)?;
+        }
         Ok(())
+    }
+
+    /// Makes room in the L1 table, makes sure that the new bytes are zeroes, then says so in the header.
+    fn extend(&mut self, size: u64, bytes: u64) -> io::Result<()> {
+        let chain = Arc::clone(&self.chain);
+        let Some(top) = chain.top() else { return Err(error(libc::EIO)) };
+        let entries = top.layout.l1_entries(bytes);
+        if entries * 8 > MAX_L1_BYTES {
+            let what = "with clusters of this size a disk can't be that large";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, what));
+        }
+        if top.layout.data_file {
+            let file = self.data_file(&chain)?;
+            if file.len()? < bytes {
+                file.set_len(bytes)?;
+            }
+        }
+        if entries > u64::from(top.lock().header.l1.count) {
+            let place = top.lock().alloc_l1(entries)?;
+            // Their refcounts are on disk before the header names them.
+            self.flush_now()?;
+            self.between_cycles(|meta| meta.move_l1(place.0, place.1))?;
+        }
+        top.size.store(bytes, Ordering::Release);
+        // What another writer left behind the old end, and what a backing file has there.
+        let whole = size.next_multiple_of(top.layout.cluster_size()).min(bytes);
+        let to = if top.has_backing { bytes } else { whole };
+        let zeroed = self.wait_for(Kind::Zero(Change::Zero(true)), size, to).and_then(|()| self.flush_now());
+        if let Err(e) = zeroed.and_then(|()| self.between_cycles(|meta| meta.save_size(bytes))) {
+            top.size.store(size, Ordering::Release);
+            return Err(e);
+        }
+        Ok(())
+    }
+
+    /// Changes the header while no cycle does.
+    fn between_cycles(&mut self, mut change: impl FnMut(&mut Meta) -> io::Result<()>) -> io::Result<()> {
+        let chain = Arc::clone(&self.chain);
+        let Some(top) = chain.top() else { return Err(error(libc::EIO)) };
+        loop {
+            let mut meta = top.lock();
+            if !meta.cycles.running {
+                return change(&mut meta);
+            }
+            drop(meta);
+            self.commit();
+            self.pump();
+            std::thread::yield_now();
+        }
+    }
+
+    fn data_file<'a>(&self, chain: &'a Chain) -> io::Result<&'a Storage> {
+        let place = chain.places.first().ok_or_else(|| error(libc::EIO))?;
+        chain.files.get(place.data).ok_or_else(|| error(libc::EIO))
     }
 }
 

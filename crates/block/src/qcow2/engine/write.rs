@@ -429,8 +429,9 @@ impl Handle {
         let bufs = [alloc.head_buf.take(), alloc.tail_buf.take()];
         self.spare.extend(bufs.into_iter().flatten());
         self.spare.truncate(64);
-        if wanted {
-            self.need_cycle();
+        if wanted && errno == 0 && self.hold(alloc.task) {
+            // One piece ends here and another begins: the cycle.
+            return;
         }
         self.part_done(alloc.task, errno);
     }

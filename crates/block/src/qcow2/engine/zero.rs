@@ -15,15 +15,27 @@ use super::write::entry;
 /// Most bytes written as zeroes by one piece.
 const PIECE: u64 = 1 << 20;
 
+/// What happens to whole clusters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Nobody needs them; they must not show what lies below, though.
+    Discard,
+    /// They read as zeroes, and may be freed.
+    Zero(bool),
+    /// They are past the disk's end.
+    Cut,
+}
+
 /// What a cluster is after it was freed or zeroed; `None` leaves it as it is.
-fn after(image: &Image, old: &Mapping, unmap: bool, discard: bool) -> Option<Mapping> {
+fn after(image: &Image, old: &Mapping, change: Change) -> Option<Mapping> {
     let gone = if image.has_backing { Mapping::Zero { host: None, copied: false } } else { Mapping::Unallocated };
-    if discard {
-        return match old {
-            Mapping::Unallocated | Mapping::Zero { host: None, .. } => None,
-            _ => Some(gone),
-        };
-    }
+    let unmap = match (change, old) {
+        (Change::Cut, Mapping::Unallocated)
+        | (Change::Discard, Mapping::Unallocated | Mapping::Zero { host: None, .. }) => return None,
+        (Change::Cut, _) => return Some(Mapping::Unallocated),
+        (Change::Discard, _) => return Some(gone),
+        (Change::Zero(unmap), _) => unmap,
+    };
     if *old == Mapping::Unallocated && !image.has_backing {
         return None;
     }
@@ -43,18 +55,19 @@ fn after(image: &Image, old: &Mapping, unmap: bool, discard: bool) -> Option<Map
 
 impl Handle {
     /// Frees or zeroes what can be at the task's cursor.
-    pub(super) fn step_zero(&mut self, index: u32, task: &mut Task, unmap: bool, discard: bool) {
+    pub(super) fn step_zero(&mut self, index: u32, task: &mut Task, change: Change) {
         let chain = Arc::clone(&self.chain);
         let Some(top) = chain.top() else { return };
         let cluster_size = top.layout.cluster_size();
         let within = task.cursor & (cluster_size - 1);
         let whole = within == 0 && (task.end - task.cursor >= cluster_size || task.end == top.size());
-        let by_table = whole && !top.raw_data_file && (top.layout.zero_flag || !top.has_backing);
+        let plain = !top.raw_data_file && (top.layout.zero_flag || !top.has_backing);
+        let by_table = change == Change::Cut || (whole && plain);
         if by_table {
-            return self.change_table(index, task, top, unmap, discard);
+            return self.change_table(index, task, top, change);
         }
         let next = task.end.min(task.cursor - within + cluster_size);
-        if discard {
+        if change == Change::Discard {
             task.cursor = next;
             return;
         }
@@ -75,7 +88,7 @@ impl Handle {
     }
 
     /// Changes the entries of whole clusters, as many as are in one slice.
-    fn change_table(&mut self, index: u32, task: &mut Task, top: &Image, unmap: bool, discard: bool) {
+    fn change_table(&mut self, index: u32, task: &mut Task, top: &Image, change: Change) {
         let bits = top.layout.cluster_bits;
         let first = task.cursor >> bits;
         let table = top.table_of(first);
@@ -84,7 +97,7 @@ impl Handle {
             task.errno = libc::EIO;
             return;
         }
-        if top.look(first) == Look::NoTable && (discard || !top.has_backing) {
+        if top.look(first) == Look::NoTable && (!matches!(change, Change::Zero(_)) || !top.has_backing) {
             let span = 1u64 << (bits + top.layout.l2_bits());
             task.cursor = task.end.min((task.cursor & !(span - 1)) + span);
             return;
@@ -114,15 +127,15 @@ impl Handle {
                 task.errno = libc::EIO;
                 return;
             };
-            if let Some(new) = after(top, &old, unmap, discard) {
+            if let Some(new) = after(top, &old, change) {
                 meta.publish(top, slot, cluster, &new, &old);
             }
             task.cursor = task.end.min((cluster + 1) << bits);
         }
         let wanted = meta.cycles.wanted && !meta.cycles.running;
         drop(meta);
-        if wanted {
-            self.need_cycle();
+        if wanted && self.hold(index) {
+            task.pending += 1;
         }
     }
 }
