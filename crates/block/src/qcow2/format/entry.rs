@@ -168,11 +168,8 @@ impl Layout {
             ));
         }
         let host = (offset != 0 || (copied && self.data_file)).then_some(offset);
-        if copied && host.is_none() {
-            return FormatError::corrupt(format!(
-                "L2 entry {raw:#x} of guest offset {guest:#x} claims the header's cluster"
-            ));
-        }
+        // Without a host cluster the bit says nothing.
+        let copied = copied && host.is_some();
         if self.data_file && host.is_some_and(|h| h != guest) {
             return FormatError::corrupt(format!(
                 "guest offset {guest:#x} at {offset:#x} of the data file, where it must be at its own offset"
@@ -273,7 +270,8 @@ mod tests {
         assert_eq!(read(0x50000), Ok(Mapping::Data { host: 0x50000, copied: false }));
         assert_eq!(read(COPIED | 0x50000), Ok(Mapping::Data { host: 0x50000, copied: true }));
         assert_eq!(read(COPIED | 0x50001), Ok(Mapping::Zero { host: Some(0x50000), copied: true }));
-        for bad in [COPIED, COPIED | 1, 0x50200, 0x50002, 1 << 56, 1 << 61 | 0x50000, COMPRESSED] {
+        assert_eq!(read(COPIED), Ok(Mapping::Unallocated), "a bit without a meaning");
+        for bad in [0x50200, 0x50002, 1 << 56, 1 << 61 | 0x50000, COMPRESSED] {
             assert!(read(bad).is_err(), "{bad:#x}");
         }
         assert!(OLD.classify(1, 0, 0).is_err(), "version 2 has no zero flag");
@@ -365,7 +363,8 @@ mod tests {
             };
             let bitmap = if layout.extended { bitmap & bitmap.rotate_left(32).wrapping_neg() } else { 0 };
             if let Ok(mapping) = layout.classify(raw, bitmap, guest) {
-                let ignored = if raw & COMPRESSED != 0 { COPIED } else { 0 };
+                let meaningless = raw & COMPRESSED != 0 || (raw & OFFSET_MASK == 0 && !layout.data_file);
+                let ignored = if meaningless { COPIED } else { 0 };
                 prop_assert_eq!(layout.encode(&mapping), Some((raw & !ignored, bitmap)));
                 if let Mapping::Compressed(c) = mapping {
                     prop_assert!(c.len > 0 && (c.host + c.len) % 512 == 0);

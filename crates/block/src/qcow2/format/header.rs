@@ -472,16 +472,18 @@ impl Header {
         at.max(named).min(cluster.len())
     }
 
-    /// Like [`Header::to_cluster`], but with all but the backing file's name in the first sector and that name at `place`, so
-    /// that it can be put in place of another header without a moment of neither. Without feature names.
+    /// Like [`Header::to_cluster`], but with all but the backing file's name in the first sector and that name at `place`
+    /// (`None`: in the first sector, too), so that it can be put in place of another header without a moment of neither.
+    /// Without feature names. Returns where the name is.
     ///
     /// # Errors
     /// It doesn't fit.
-    pub fn to_cluster_at(&self, place: u64) -> Result<Vec<u8>, FormatError> {
+    pub fn to_cluster_at(&self, place: Option<u64>) -> Result<(u64, Vec<u8>), FormatError> {
         let mut out = Header { backing: None, ..self.clone() }.serialize(false)?;
         let name = self.backing.as_ref().map_or(&[][..], |n| n.as_bytes());
+        let (place, limit) = place.map_or((out.len() as u64, 512), |place| (place, self.cluster_size()));
         let end = place + name.len() as u64;
-        if out.len() > 512 || name.len() > MAX_BACKING_NAME || (!name.is_empty() && end > self.cluster_size()) {
+        if out.len() > 512 || name.len() > MAX_BACKING_NAME || (!name.is_empty() && end > limit) {
             return FormatError::unsupported("names and extensions don't fit into its header; use shorter names");
         }
         out.resize(self.cluster_size() as usize, 0);
@@ -490,7 +492,7 @@ impl Header {
             out[8..16].copy_from_slice(&place.to_be_bytes());
             out[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
         }
-        Ok(out)
+        Ok((place, out))
     }
 
     /// The first cluster as it is to be in the file: header, extensions, backing file name, zeros to the cluster's end. The

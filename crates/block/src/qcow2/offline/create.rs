@@ -297,7 +297,7 @@ fn open_new(path: &Path) -> Result<File, Error> {
         .map_err(Error::io(path, "create it"))
 }
 
-/// Makes the data file. One with content stays as it is and is not taken: it may be someone's disk.
+/// Makes the data file, empty, as `qemu-img create` does.
 fn make_data_file(image: &Path, name: &OsString) -> Result<File, Error> {
     let path: PathBuf = image.parent().unwrap_or(Path::new("")).join(name);
     if path == image {
@@ -305,8 +305,6 @@ fn make_data_file(image: &Path, name: &OsString) -> Result<File, Error> {
     }
     let file = open_new(&path)?;
     take_lock(&file, &path, true)?;
-    if file.metadata().map_err(Error::io(&path, "look at it"))?.len() > 0 {
-        return Error::refused(&path, "is not empty, so it can't become a new image's data file; remove it first");
-    }
+    Medium::set_size(&file, 0).map_err(Error::io(&path, "empty it"))?;
     Ok(file)
 }

@@ -5,11 +5,11 @@
 
 use std::collections::BTreeMap;
 
-use super::super::format::entry::{COMPRESSED, COPIED, Mapping, OFFSET_MASK};
+use super::super::format::be64;
+use super::super::format::entry::{COMPRESSED, COPIED, L2_RESERVED, Layout, Mapping, OFFSET_MASK, ZERO};
 use super::super::format::header::{Header, Table, autoclear, incompatible};
 use super::super::format::refcount;
 use super::super::format::snapshot::{self, Snapshot};
-use super::super::format::{FormatError, be64};
 use super::counts::Counts;
 use super::image::numbers;
 use super::walk::{Walk, entries, host_of};
@@ -226,8 +226,19 @@ impl<'a> Edit<'a> {
                         Some(_) => raw & !COPIED,
                         None => raw,
                     },
-                    Err(_) if raw & COMPRESSED != 0 => raw & !COPIED,
-                    Err(_) => raw,
+                    Err(_) => {
+                        let (right, bits) = mended(&layout, raw, bitmap);
+                        if bits != bitmap {
+                            changes.push(((i * layout.entry_size()) as usize + 8, bits));
+                        }
+                        let host = right & OFFSET_MASK;
+                        let once = !layout.data_file && self.new.get(host >> layout.cluster_bits) == 1;
+                        match layout.classify(right, bits, guest) {
+                            Ok(mapping) if host_of(&mapping).is_some() && once => right | COPIED,
+                            Ok(_) if !layout.data_file => right & !COPIED,
+                            _ => right,
+                        }
+                    }
                 };
                 if right != raw {
                     changes.push(((i * layout.entry_size()) as usize, right));
@@ -343,6 +354,29 @@ impl<'a> Edit<'a> {
     }
 }
 
+/// What an L2 entry and bitmap that the format doesn't allow mean, as far as that can be told without losing data; else they
+/// stay as they are.
+fn mended(layout: &Layout, raw: u64, bitmap: u64) -> (u64, u64) {
+    let host = raw & OFFSET_MASK;
+    if raw & COMPRESSED != 0 {
+        return (raw & !COPIED, 0);
+    }
+    if raw & L2_RESERVED != 0 {
+        return (raw, bitmap);
+    }
+    if host & (layout.cluster_size() - 1) != 0 {
+        let zero = raw & ZERO != 0 && layout.zero_flag && !layout.extended;
+        return (if zero { ZERO } else { raw }, bitmap);
+    }
+    if !layout.extended {
+        return (if host == 0 && !layout.data_file { raw & !COPIED } else { raw }, bitmap);
+    }
+    // Where a subcluster is both, the data counts; where it is allocated nowhere, it isn't.
+    let kept = host != 0 || (layout.data_file && raw & COPIED != 0);
+    let allocated = if kept { bitmap & u64::from(u32::MAX) } else { 0 };
+    (if kept { raw & !ZERO } else { 0 }, bitmap >> 32 << 32 & !(allocated << 32) | allocated)
+}
+
 /// Puts `header` in place of the image's with one write to its first sector; what is beyond that sector is written and synced
 /// before, to where the present header has nothing.
 ///
@@ -366,28 +400,18 @@ pub fn write_header(image: &Image, header: &Header) -> Result<(), Error> {
         image.write(0, &full[..512])?;
         return image.sync();
     }
-    // Without the feature names the extensions fit into the first sector; the backing file's name goes where the old header
-    // has neither extensions nor its own name.
-    let place = (Header::used_bytes(&present) as u64).next_multiple_of(512);
-    let mut tries = vec![place];
-    // A name that lies in sectors of its own behind free ones (as this function leaves it) makes room before itself.
-    if let Some(name) = &image.header.backing {
-        let now = be64(&present, 8);
-        if now >= 512 + header.backing.as_ref().map_or(0, |n| n.len() as u64).next_multiple_of(512) && !name.is_empty()
-        {
-            tries.push(512);
-        }
+    // Without the feature names the extensions fit into the first sector, mostly the backing file's name too; else that
+    // goes where the old header has neither extensions nor its own name, behind or before it.
+    let len = header.backing.as_ref().map_or(0, |name| name.len() as u64);
+    let mut places = vec![None, Some((Header::used_bytes(&present) as u64).max(512))];
+    if image.header.backing.is_some() && be64(&present, 8) >= 512 + len {
+        places.push(Some(512));
     }
-    let mut outcome = Err(FormatError::Unsupported("there is no room in its header".into()));
-    for place in tries {
-        outcome = header.to_cluster_at(place).map(|compact| (place, compact));
-        if outcome.is_ok() {
-            break;
-        }
-    }
-    let (place, compact) = outcome.map_err(Error::format(path))?;
-    if let Some(name) = &header.backing {
-        image.write(place, &compact[place as usize..place as usize + name.len()])?;
+    let tries = places.into_iter().map(|place| header.to_cluster_at(place));
+    let (place, compact) =
+        tries.reduce(Result::or).unwrap_or_else(|| header.to_cluster_at(None)).map_err(Error::format(path))?;
+    if len > 0 && place >= 512 {
+        image.write(place, &compact[place as usize..(place + len) as usize])?;
         image.sync()?;
     }
     image.write(0, &compact[..512])?;

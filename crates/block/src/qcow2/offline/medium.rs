@@ -74,6 +74,15 @@ impl Medium for File {
         if self.metadata()?.is_file() { self.set_len(size) } else { Ok(()) }
     }
 
+    fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
+        match crate::storage::sys::allocate(self, offset, offset + len) {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL)) => {
+                super::create::write_zeroes(self, offset, len)
+            }
+            outcome => outcome,
+        }
+    }
+
     fn as_medium(&self) -> &dyn Medium {
         self
     }

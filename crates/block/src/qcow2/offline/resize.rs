@@ -4,9 +4,10 @@
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
+use super::super::format::be64;
+use super::super::format::compress::Decompressor;
 use super::super::format::entry::{Mapping, OFFSET_MASK};
-use super::super::format::header::{MAX_BACKING_NAME, MAX_L1_BYTES, compatible};
-use super::super::format::{be64, entry::COMPRESSED};
+use super::super::format::header::{Crypt, MAX_BACKING_NAME, MAX_L1_BYTES, compatible};
 use super::edit::Edit;
 use super::{Error, Image};
 
@@ -19,7 +20,8 @@ pub struct Amend {
 
 impl Image {
     /// Makes the disk `size` bytes long, a multiple of 512. What is cut off is lost (and kept from coming back); what is
-    /// added reads as zeroes, for which `backing_size` must say how long the backing file's disk is, if there is one.
+    /// added reads as zeroes, for which `backing_size` must say how long the backing file's disk is, if there is one. Where a
+    /// cluster that is the backing file's would have to become partly zero, it is refused: that file is not read here.
     ///
     /// # Errors
     /// What can't be had on this image, see [`Error`].
@@ -139,38 +141,72 @@ fn drop_from(edit: &mut Edit<'_>, from: u64) -> Result<(), Error> {
 fn zero_tail(edit: &mut Edit<'_>, old: u64, backing_size: u64) -> Result<(), Error> {
     let layout = edit.header.layout();
     let within = old & (layout.cluster_size() - 1);
-    if within == 0 {
-        return Ok(());
-    }
-    let path = edit.image.path().to_owned();
     let guest = old - within;
     let index = (guest >> (layout.l2_bits() + layout.cluster_bits)) as usize;
-    let offset = edit.l1[index] & OFFSET_MASK;
-    let slot = ((guest >> layout.cluster_bits) & ((1 << layout.l2_bits()) - 1)) * layout.entry_size();
-    let (raw, bitmap) = if offset == 0 {
-        (0, 0)
-    } else {
-        let e = edit.image.read(offset + slot, layout.entry_size())?;
-        (be64(&e, 0), if layout.extended { be64(&e, 8) } else { 0 })
+    let table = edit.l1[index] & OFFSET_MASK;
+    if within == 0 || (table == 0 && backing_size <= old) {
+        return Ok(());
+    }
+    let at = (((guest >> layout.cluster_bits) & ((1 << layout.l2_bits()) - 1)) * layout.entry_size()) as usize;
+    let mut bytes = match table {
+        0 => vec![0; 1 << layout.cluster_bits],
+        table => edit.image.read(table, layout.cluster_size())?,
     };
-    let mapping = layout.classify(raw, bitmap, guest).map_err(Error::format(&path))?;
-    let unsupported = || {
-        Error::refused(
-            &path,
-            "ends within a cluster that can't be extended offline; resize it while a machine or `tare img serve` has it open",
-        )
-    };
+    let (raw, bitmap) = (be64(&bytes, at), if layout.extended { be64(&bytes, at + 8) } else { 0 });
+    let mapping = layout.classify(raw, bitmap, guest).map_err(Error::format(edit.image.path()))?;
     match mapping {
-        Mapping::Zero { .. } => Ok(()),
-        Mapping::Unallocated if backing_size <= old => Ok(()),
-        Mapping::Data { host, copied: true }
-            if !layout.data_file && raw & COMPRESSED == 0 && edit.header.extensions.encryption.is_none() =>
-        {
+        Mapping::Zero { .. } => return Ok(()),
+        Mapping::Unallocated if backing_size <= old => return Ok(()),
+        _ if layout.data_file || edit.header.crypt != Crypt::None => return cannot_extend(edit),
+        Mapping::Data { host, copied: true } => {
             // Behind the disk's end nobody looks, so this is written in place.
             let zeroes = vec![0; (layout.cluster_size() - within) as usize];
-            edit.image.write(host + within, &zeroes)
+            return edit.image.write(host + within, &zeroes);
         }
-        _ => unsupported(),
+        _ => {}
+    }
+    let mut data = content(edit, &mapping, guest, old, backing_size)?;
+    data[within as usize..].fill(0);
+    let host = edit.store(&data)?;
+    edit.count_entry(raw, bitmap, false);
+    let (raw, bitmap) = layout.encode(&Mapping::Data { host, copied: true }).unwrap_or_default();
+    bytes[at..at + 8].copy_from_slice(&raw.to_be_bytes());
+    if layout.extended {
+        bytes[at + 8..at + 16].copy_from_slice(&bitmap.to_be_bytes());
+    }
+    edit.replace_table(index, &bytes)
+}
+
+fn cannot_extend<T>(edit: &Edit<'_>) -> Result<T, Error> {
+    Error::refused(edit.image.path(), "ends within a cluster that can't be extended offline; resize it online")
+}
+
+/// The cluster at `guest`, of which nothing from `old` on matters. Backing files can't be read here.
+fn content(edit: &Edit<'_>, mapping: &Mapping, guest: u64, old: u64, backing_size: u64) -> Result<Vec<u8>, Error> {
+    let layout = edit.header.layout();
+    let image = &*edit.image;
+    match mapping {
+        Mapping::Data { host, .. } => image.read(*host, layout.cluster_size()),
+        Mapping::Compressed(c) => {
+            let mut data = vec![0; 1 << layout.cluster_bits];
+            let packed = image.read(c.host, c.len)?;
+            let unpack = Decompressor::new(edit.header.compression).and_then(|mut d| d.run(&packed, &mut data));
+            unpack.map_err(Error::format(image.path())).map(|()| data)
+        }
+        Mapping::Partial(p) => {
+            let mut data = vec![0; 1 << layout.cluster_bits];
+            let bits = layout.subcluster_bits();
+            for (i, part) in data.chunks_mut(1 << bits).enumerate() {
+                let at = (i as u64) << bits;
+                match p.host {
+                    Some(host) if p.allocated >> i & 1 != 0 => part.copy_from_slice(&image.read(host + at, 1 << bits)?),
+                    _ if p.zero >> i & 1 != 0 || guest + at >= backing_size.min(old) => {}
+                    _ => return cannot_extend(edit),
+                }
+            }
+            Ok(data)
+        }
+        Mapping::Unallocated | Mapping::Zero { .. } => cannot_extend(edit),
     }
 }
 

@@ -163,7 +163,10 @@ impl Walk {
                 });
             }
             match layout.classify(raw, bitmap, at) {
-                Err(e) => self.report.corruption(weight, || e.to_string()),
+                Err(e) => {
+                    self.report.corruption(weight, || e.to_string());
+                    self.keep(&layout, raw, weight);
+                }
                 Ok(Mapping::Compressed(c)) => {
                     if !self.outside(layout.cluster_bits, c.host, c.len, "compressed data", weight) {
                         c.clusters(layout.cluster_bits).for_each(|cluster| self.counts.add(cluster, weight));
@@ -190,6 +193,15 @@ impl Walk {
             }
         }
         Ok(())
+    }
+
+    /// Counts what an entry that can't be understood seems to point to, so that nobody takes it.
+    fn keep(&mut self, layout: &Layout, raw: u64, weight: u32) {
+        let (host, size) = (raw & OFFSET_MASK, layout.cluster_size());
+        if raw & COMPRESSED == 0 && host != 0 && !layout.data_file && host + size <= self.file_size {
+            let clusters = host >> layout.cluster_bits..=(host + size - 1) >> layout.cluster_bits;
+            clusters.for_each(|cluster| self.counts.add(cluster, weight));
+        }
     }
 
     fn refcount_structures(&mut self, image: &Image) -> Result<(), Error> {
