@@ -160,6 +160,11 @@ impl Handle {
             task.cursor = end;
         }
         let Some(host) = run else { return self.allocate(index, task, top) };
+        // The slice that was just loaded may be the one that gives the image away.
+        if top.broken.load(Ordering::Acquire) {
+            task.errno = libc::EIO;
+            return;
+        }
         let mut segs = Vec::new();
         cut(&task.segs, start - task.offset, task.cursor - start, &mut segs);
         task.pending += 1;
