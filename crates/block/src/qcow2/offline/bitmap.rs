@@ -11,6 +11,8 @@ use super::{Error, Image};
 
 /// The most bytes of bits of one bitmap that are held in memory.
 const MAX_BITS: u64 = 64 << 20;
+/// The most entries of bitmaps' tables that a walk reads, all bitmaps together.
+const MAX_TABLE_ENTRIES: u64 = 64 << 20;
 
 impl Image {
     /// Its bitmaps. None if the image has some that a writer didn't keep: they are worth nothing.
@@ -251,10 +253,16 @@ pub fn walk(image: &Image, walk: &mut Walk) -> Result<(), Error> {
         }
         Err(e) => return Err(e),
     };
+    let mut budget = MAX_TABLE_ENTRIES;
     for bitmap in bitmaps {
         let len = u64::from(bitmap.entries) * 8;
         walk.area(bits, bitmap.table, len, "a bitmap's table");
         let there = len.min(image.size()?.saturating_sub(bitmap.table)) / 8;
+        let Some(left) = budget.checked_sub(there) else {
+            walk.report.check_error("its bitmaps have more table entries than can be looked at".into());
+            break;
+        };
+        budget = left;
         for raw in image.read_numbers(bitmap.table, there)? {
             match bitmap::table_entry(raw, bits) {
                 Ok(Bits::At(offset)) => walk.area(bits, offset, 1 << bits, "a bitmap's data"),

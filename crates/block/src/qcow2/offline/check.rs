@@ -161,14 +161,13 @@ impl Image {
         }
         let slots: std::collections::HashSet<u64> = blocks.iter().map(|(slot, _)| *slot).collect();
         walk.blocks = blocks;
-        let mut groups = walk.counts.groups(group_bits);
-        groups.extend(walk.refcounts.groups(group_bits));
-        groups.sort_unstable();
-        groups.dedup();
-        for group in groups.into_iter().filter(|g| !slots.contains(g)) {
-            for i in 0..1u64 << group_bits {
-                judge(walk, (group << group_bits) + i, 0);
-            }
+        // Clusters that no block speaks of.
+        let all = walk.counts.used().chain(walk.refcounts.used());
+        let mut silent: Vec<u64> = all.map(|(c, _)| c).filter(|c| !slots.contains(&(c >> group_bits))).collect();
+        silent.sort_unstable();
+        silent.dedup();
+        for cluster in silent {
+            judge(walk, cluster, 0);
         }
         walk.report.image_end = used_end << bits;
         Ok(wrong)

@@ -82,8 +82,8 @@ impl<'a> Edit<'a> {
     fn with(image: &'a mut Image, walk: Walk) -> Result<Edit<'a>, Error> {
         let new = walk.counts;
         let mut old = new.clone();
-        for group in walk.refcounts.groups(0) {
-            old.add(group, walk.refcounts.get(group));
+        for (cluster, count) in walk.refcounts.used() {
+            old.add(cluster, count);
         }
         let snapshots = image.snapshots()?.to_vec();
         let (mut header, l1) = (image.header.clone(), image.l1.clone());

@@ -52,7 +52,7 @@ impl Walk {
         walk.area(header.cluster_bits, 0, cluster, "the header");
         walk.area(header.cluster_bits, header.l1.offset, image.l1.len() as u64 * 8, "the L1 table");
         let mut tables: HashMap<u64, u32> = HashMap::new();
-        walk.tables_of(image, &image.l1, "the L1 table", &mut tables);
+        walk.tables_of(image, &image.l1, 1, "the L1 table", &mut tables);
         let mut budget = MAX_L1_ENTRIES;
         match &image.snapshots {
             Err(e) => walk.report.check_error(format!("the snapshot table {e}")),
@@ -60,7 +60,6 @@ impl Walk {
                 let mut seen: HashMap<Table, (u32, String)> = HashMap::new();
                 for s in snapshots {
                     seen.entry(s.l1).or_insert_with(|| (0, s.id.clone())).0 += 1;
-                    walk.area(header.cluster_bits, s.l1.offset, u64::from(s.l1.count) * 8, "a snapshot's L1 table");
                 }
                 for (table, (weight, id)) in seen {
                     let Some(left) = budget.checked_sub(u64::from(table.count)) else {
@@ -69,9 +68,9 @@ impl Walk {
                     };
                     budget = left;
                     let l1 = image.read_numbers(table.offset, u64::from(table.count))?;
-                    for _ in 0..weight {
-                        walk.tables_of(image, &l1, &format!("the L1 table of snapshot {id}"), &mut tables);
-                    }
+                    let len = u64::from(table.count) * 8;
+                    walk.weighed(header.cluster_bits, table.offset, len, "a snapshot's L1 table", weight);
+                    walk.tables_of(image, &l1, weight, &format!("the L1 table of snapshot {id}"), &mut tables);
                 }
                 let bytes = super::super::format::snapshot::serialize(snapshots).len();
                 walk.area(header.cluster_bits, header.snapshots.offset, bytes as u64, "the snapshot table");
@@ -88,14 +87,15 @@ impl Walk {
 
     /// Counts the clusters of `len` bytes at `offset`.
     pub fn area(&mut self, cluster_bits: u32, offset: u64, len: u64, what: &str) {
-        if len == 0 {
-            return;
-        }
-        if self.outside(cluster_bits, offset, len, what, 1) {
-            return;
-        }
-        for cluster in offset >> cluster_bits..=(offset + len - 1) >> cluster_bits {
-            self.counts.add(cluster, 1);
+        self.weighed(cluster_bits, offset, len, what, 1);
+    }
+
+    /// Counts the clusters of `len` bytes at `offset` that are used `weight` times.
+    fn weighed(&mut self, cluster_bits: u32, offset: u64, len: u64, what: &str, weight: u32) {
+        if len > 0 && !self.outside(cluster_bits, offset, len, what, weight) {
+            for cluster in offset >> cluster_bits..=(offset + len - 1) >> cluster_bits {
+                self.counts.add(cluster, weight);
+            }
         }
     }
 
@@ -109,25 +109,27 @@ impl Walk {
     }
 
     /// Counts the L2 tables that an L1 table names.
-    fn tables_of(&mut self, image: &Image, l1: &[u64], what: &str, tables: &mut HashMap<u64, u32>) {
+    fn tables_of(&mut self, image: &Image, l1: &[u64], weight: u32, what: &str, tables: &mut HashMap<u64, u32>) {
         let layout = image.layout();
         for (i, raw) in l1.iter().enumerate().filter(|(_, raw)| **raw != 0) {
             if *raw == COPIED {
-                self.report.corruption(1, || format!("entry {i} of {what} is marked as used once, but has no table"));
+                self.report
+                    .corruption(weight, || format!("entry {i} of {what} is marked as used once, but has no table"));
             }
             if raw & L1_RESERVED != 0 {
-                self.report.corruption(1, || format!("entry {i} of {what} ({raw:#x}) has reserved bits set"));
+                self.report.corruption(weight, || format!("entry {i} of {what} ({raw:#x}) has reserved bits set"));
             }
             let offset = raw & OFFSET_MASK;
             if offset & (layout.cluster_size() - 1) != 0 {
-                self.report.corruption(1, || {
+                self.report.corruption(weight, || {
                     format!("entry {i} of {what}: an L2 table at {offset:#x}, not at a cluster's start")
                 });
-            } else if offset != 0 && !self.outside(layout.cluster_bits, offset, layout.cluster_size(), "an L2 table", 1)
+            } else if offset != 0
+                && !self.outside(layout.cluster_bits, offset, layout.cluster_size(), "an L2 table", weight)
             {
-                self.counts.add(offset >> layout.cluster_bits, 1);
-                let weight = tables.entry(offset).or_default();
-                *weight = weight.saturating_add(1);
+                self.counts.add(offset >> layout.cluster_bits, weight);
+                let sum = tables.entry(offset).or_default();
+                *sum = sum.saturating_add(weight);
             }
         }
     }
