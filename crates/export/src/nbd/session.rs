@@ -64,6 +64,26 @@ enum Body {
     Own(Vec<u8>),
 }
 
+/// Bytes received and not parsed: `bytes[parsed..filled]`.
+struct Inbox {
+    bytes: Box<[u8; INBOX]>,
+    parsed: usize,
+    filled: usize,
+}
+
+impl Inbox {
+    fn waiting(&self) -> &[u8] {
+        self.bytes.get(self.parsed..self.filled).unwrap_or_default()
+    }
+
+    /// Moves what waits to the front; the room behind it, up to `most` bytes in all.
+    fn room(&mut self, most: usize) -> &mut [u8] {
+        self.bytes.copy_within(self.parsed..self.filled, 0);
+        (self.parsed, self.filled) = (0, self.filled - self.parsed);
+        self.bytes.get_mut(self.filled..most).unwrap_or_default()
+    }
+}
+
 /// A connection.
 pub struct Session<'d> {
     socket: UnixStream,
@@ -73,10 +93,7 @@ pub struct Session<'d> {
     agreed: Agreed,
     slots: Vec<Slot>,
     free: Vec<u16>,
-    /// Bytes received and not parsed: `inbox[parsed..filled]`.
-    inbox: Box<[u8; INBOX]>,
-    parsed: usize,
-    filled: usize,
+    inbox: Inbox,
     expect: Expect,
     /// The last request was a write: the bytes after the next header are a payload, not headers.
     writing: bool,
@@ -106,9 +123,7 @@ impl<'d> Session<'d> {
             agreed,
             slots: (0..SLOTS).map(|_| Slot::default()).collect(),
             free: (0..SLOTS).rev().collect(),
-            inbox: Box::new([0; INBOX]),
-            parsed: 0,
-            filled: 0,
+            inbox: Inbox { bytes: Box::new([0; INBOX]), parsed: 0, filled: 0 },
             expect: Expect::Header,
             writing: false,
             payload_in_flight: 0,
@@ -174,10 +189,8 @@ impl<'d> Session<'d> {
         if self.parse() {
             return Ok(true);
         }
-        self.inbox.copy_within(self.parsed..self.filled, 0);
-        (self.parsed, self.filled) = (0, self.filled - self.parsed);
         let most = if self.writing { REQUEST_LEN } else { INBOX };
-        let (slots, inbox) = (&mut self.slots, self.inbox.get_mut(self.filled..most).unwrap_or_default());
+        let (slots, inbox) = (&mut self.slots, self.inbox.room(most));
         let (got, into_payload) = match self.expect {
             Expect::Payload(slot, have) => {
                 let rest = slots.get_mut(usize::from(slot)).and_then(|s| s.buffer.bytes_mut().get_mut(have..));
@@ -197,12 +210,12 @@ impl<'d> Session<'d> {
             Got::Bytes(n) => {
                 if let Expect::Payload(slot, have) = self.expect {
                     self.expect = Expect::Payload(slot, have + n.min(into_payload));
-                    self.filled += n.saturating_sub(into_payload);
+                    self.inbox.filled += n.saturating_sub(into_payload);
                     if n >= into_payload {
                         self.begin(slot);
                     }
                 } else {
-                    self.filled += n;
+                    self.inbox.filled += n;
                 }
                 self.parse();
                 Ok(true)
@@ -222,12 +235,12 @@ impl<'d> Session<'d> {
     fn parse(&mut self) -> bool {
         let mut any = false;
         while self.expect == Expect::Header && self.has_room() {
-            let waiting = self.inbox.get(self.parsed..self.filled).unwrap_or_default();
+            let waiting = self.inbox.waiting();
             let Some(header) = waiting.first_chunk::<REQUEST_LEN>() else { break };
             any = true;
             match Request::parse(header) {
                 Some(request) => {
-                    self.parsed += REQUEST_LEN;
+                    self.inbox.parsed += REQUEST_LEN;
                     self.take(request);
                 }
                 None => self.give_up(),
@@ -273,12 +286,12 @@ impl<'d> Session<'d> {
             return;
         }
         // The first bytes may have come with the header.
-        let waiting = self.inbox.get(self.parsed..self.filled).unwrap_or_default();
+        let waiting = self.inbox.waiting();
         let have = waiting.len().min(payload as usize);
         if let (Some(to), Some(from)) = (at.buffer.bytes_mut().get_mut(..have), waiting.get(..have)) {
             to.copy_from_slice(from);
         }
-        self.parsed += have;
+        self.inbox.parsed += have;
         if have == payload as usize {
             self.begin(slot);
         } else {
