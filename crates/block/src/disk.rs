@@ -105,7 +105,7 @@ pub struct Extent {
 /// What serves the requests. An enum and no trait object: the calls on the way of each request are direct.
 #[derive(Debug)]
 enum Body {
-    Raw(Raw),
+    Raw(Box<Raw>),
     Qcow2(Box<Handle>),
 }
 
@@ -145,7 +145,7 @@ impl Disk {
         }
         let storage = Storage::File(FileStorage::new(opened.file, options));
         let raw = Raw::new(storage, whole, options.readonly, opened.limits);
-        Ok(Self { body: Body::Raw(raw), path: options.path.clone(), warning: one_line(&warnings) })
+        Ok(Self { body: Body::Raw(Box::new(raw)), path: options.path.clone(), warning: one_line(&warnings) })
     }
 
     fn on_chain(chain: Chain, path: &Path, warnings: Vec<String>) -> Result<Self, Error> {
@@ -180,7 +180,7 @@ impl Disk {
         let limits = Limits { block_size: 512, discard_granularity: 512 };
         let size = image.len() - image.len() % SECTOR_SIZE;
         let raw = Raw::new(Storage::Mem(MemStorage::new(image.clone())), size, readonly, limits);
-        Self { body: Body::Raw(raw), path: PathBuf::from("memory"), warning: None }
+        Self { body: Body::Raw(Box::new(raw)), path: PathBuf::from("memory"), warning: None }
     }
 
     /// A disk in memory that logs each change, for tests of power cuts.
@@ -189,7 +189,7 @@ impl Disk {
         let limits = Limits { block_size: 512, discard_granularity: 512 };
         let size = image.len() - image.len() % SECTOR_SIZE;
         let raw = Raw::new(Storage::Record(RecordStorage::new(image.clone())), size, readonly, limits);
-        Self { body: Body::Raw(raw), path: PathBuf::from("memory"), warning: None }
+        Self { body: Body::Raw(Box::new(raw)), path: PathBuf::from("memory"), warning: None }
     }
 
     /// The same disk with faults staged by `plan`, for tests.
@@ -258,7 +258,9 @@ impl Disk {
     /// When the host has no descriptors left, or the disk is one for tests (faults).
     pub fn share(&self) -> io::Result<Self> {
         let body = match &self.body {
-            Body::Raw(raw) => Body::Raw(raw.share().ok_or_else(|| io::Error::from_raw_os_error(libc::EOPNOTSUPP))?),
+            Body::Raw(raw) => {
+                Body::Raw(Box::new(raw.share().ok_or_else(|| io::Error::from_raw_os_error(libc::EOPNOTSUPP))?))
+            }
             Body::Qcow2(handle) => Body::Qcow2(Box::new(handle.share()?)),
         };
         Ok(Self { body, path: self.path.clone(), warning: None })

@@ -56,7 +56,7 @@ impl Raw {
         if self.readonly {
             return Err(io::Error::from_raw_os_error(libc::EROFS));
         }
-        if bytes == 0 || bytes % 512 != 0 {
+        if bytes == 0 || !bytes.is_multiple_of(512) {
             let what = "a disk's size is a multiple of 512 and not zero";
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
         }

@@ -5,7 +5,7 @@
 
 use std::path::PathBuf;
 
-use crate::{Aio, Cache, Console, Cpus, Disk, DiskFormat, KernelDecompress, MAX_CPUS, Memory, SpecError};
+use crate::{Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, KernelDecompress, MAX_CPUS, Memory, SpecError};
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
 pub trait FromText: Sized {
@@ -47,7 +47,7 @@ fn any_of<'a>(words: impl DoubleEndedIterator<Item = &'a str>) -> String {
 
 impl Word for DiskFormat {
     const WHAT: &'static str = "a disk format";
-    const WORDS: &'static [(&'static str, Self)] = &[("raw", Self::Raw)];
+    const WORDS: &'static [(&'static str, Self)] = &[("raw", Self::Raw), ("qcow2", Self::Qcow2)];
 }
 
 impl Word for Cache {
@@ -60,6 +60,18 @@ impl Word for Aio {
     const WHAT: &'static str = "a way of doing I/O";
     const WORDS: &'static [(&'static str, Self)] =
         &[("auto", Self::Auto), ("io_uring", Self::IoUring), ("threads", Self::Threads)];
+}
+
+impl Word for Cow {
+    const WHAT: &'static str = "a way to fill new clusters";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("explicit", Self::Explicit), ("unallocated", Self::Unallocated), ("zero-aware", Self::ZeroAware)];
+}
+
+impl Word for Backing {
+    const WHAT: &'static str = "a gate for other files";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("none", Self::None), ("folder", Self::Folder), ("any", Self::Any)];
 }
 
 impl Word for Console {
@@ -236,9 +248,10 @@ impl FromText for Cpus {
 }
 
 impl FromText for Disk {
-    /// `root.raw` or `path=root.raw,readonly=on,cache=none,format=raw,aio=io_uring,serial=X`.
+    /// `root.raw` or `path=root.raw,readonly=on,cache=none,format=raw,aio=io_uring,serial=X`; for qcow2 also `l2-cache=4M`,
+    /// `cow=explicit`, `backing=any`.
     fn from_text(text: &str) -> Result<Self, SpecError> {
-        const KEYS: &[&str] = &["path", "format", "readonly", "cache", "aio", "serial"];
+        const KEYS: &[&str] = &["path", "format", "readonly", "cache", "aio", "serial", "l2-cache", "cow", "backing"];
         let group = Group::parse("disk", text, "path", KEYS)?;
         let path = group.read("path", |_, v| Ok(PathBuf::from(v)))?;
         let path = path.ok_or(SpecError::MissingKey { place: "disk".to_owned(), key: "path" })?;
@@ -249,6 +262,9 @@ impl FromText for Disk {
             cache: group.read("cache", Cache::from_word)?.unwrap_or(default.cache),
             aio: group.read("aio", Aio::from_word)?.unwrap_or(default.aio),
             serial: group.read("serial", |_, v| Ok(v.to_owned()))?,
+            l2_cache: group.read("l2-cache", parse_size)?,
+            cow: group.read("cow", Cow::from_word)?.unwrap_or(default.cow),
+            backing: group.read("backing", Backing::from_word)?.unwrap_or(default.backing),
             path: default.path,
         })
     }
@@ -321,13 +337,23 @@ mod tests {
         assert_eq!(fails::<Disk>("readonly=on"), "`path` is missing: disk; add path=VALUE");
         assert_eq!(
             fails::<Disk>("a.raw,ro"),
-            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial"
+            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial, l2-cache, cow, backing"
         );
         assert_eq!(
             fails::<Disk>("a,cache=writethrough"),
             "`writethrough` is not a cache mode: disk.cache; use writeback, none or unsafe"
         );
-        assert_eq!(fails::<Disk>("a,format=qcow2"), "`qcow2` is not a disk format: disk.format; use raw");
+        assert_eq!(fails::<Disk>("a,format=vmdk"), "`vmdk` is not a disk format: disk.format; use raw or qcow2");
+        assert_eq!(
+            Disk::from_text("a,format=qcow2,l2-cache=4M,cow=explicit,backing=any").unwrap(),
+            Disk {
+                format: DiskFormat::Qcow2,
+                l2_cache: Some(4 << 20),
+                cow: Cow::Explicit,
+                backing: Backing::Any,
+                ..Disk::new("a")
+            }
+        );
         assert_eq!(fails::<Disk>("a,readonly=maybe"), "`maybe` is not on or off: disk.readonly; use on or off");
         assert!(fails::<Disk>("a,").contains("empty item"));
     }
@@ -352,6 +378,8 @@ mod tests {
             assert!(T::from_word("x", "nonsense").is_err());
         }
         check::<DiskFormat>();
+        check::<Cow>();
+        check::<Backing>();
         check::<Cache>();
         check::<Aio>();
         check::<Console>();

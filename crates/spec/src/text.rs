@@ -95,6 +95,18 @@ pub(crate) fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D:
     said(deserializer).map(|Size(bytes)| bytes)
 }
 
+/// For `deserialize_with` on a field of bytes that may be left out.
+pub(crate) fn maybe_size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    /// A size in either form.
+    struct Either(u64);
+    impl<'de> Deserialize<'de> for Either {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            size(deserializer).map(Self)
+        }
+    }
+    Ok(Option::<Either>::deserialize(deserializer)?.map(|Either(bytes)| bytes))
+}
+
 /// For `deserialize_with` on a boolean.
 pub(crate) fn on_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
     said(deserializer).map(|OnOff(value)| value)

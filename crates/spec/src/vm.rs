@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::text::{on_off, said, said_each, size};
+use crate::text::{maybe_size, on_off, said, said_each, size};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -140,6 +140,15 @@ pub struct Disk {
     /// Serial number shown to the guest, at most 20 bytes of ASCII.
     #[serde(default)]
     pub serial: Option<String>,
+    /// Bytes for the mapping tables of each qcow2 image; `None` covers the disk, up to 32 MiB.
+    #[serde(default, rename = "l2-cache", deserialize_with = "maybe_size")]
+    pub l2_cache: Option<u64>,
+    /// How a write that allocates a qcow2 cluster treats what is around its data.
+    #[serde(default)]
+    pub cow: Cow,
+    /// Which other files a qcow2 image may name.
+    #[serde(default)]
+    pub backing: Backing,
 }
 
 impl Disk {
@@ -153,6 +162,9 @@ impl Disk {
             cache: Cache::default(),
             aio: Aio::default(),
             serial: None,
+            l2_cache: None,
+            cow: Cow::default(),
+            backing: Backing::default(),
         }
     }
 }
@@ -164,6 +176,34 @@ pub enum DiskFormat {
     /// The bytes of the disk, one to one.
     #[default]
     Raw,
+    /// QEMU's copy-on-write format.
+    Qcow2,
+}
+
+/// What a write that allocates a cluster does around its data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Cow {
+    /// Always writes the whole cluster.
+    Explicit,
+    /// Writes nothing where nothing was ever allocated.
+    Unallocated,
+    /// Writes nothing, or zeroes cheaply, wherever the range reads as zeroes.
+    #[default]
+    ZeroAware,
+}
+
+/// Which other files an image may name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backing {
+    /// None.
+    None,
+    /// Files in the image's folder and below it.
+    #[default]
+    Folder,
+    /// Any.
+    Any,
 }
 
 /// Cache modes, with QEMU's names and meaning.

@@ -106,7 +106,9 @@ const FLAGS: &[Flag] = &[
         help: &[
             "a virtio disk; give it again for more. A path, or a group:",
             "path=FILE[,readonly=on|off][,cache=writeback|none|unsafe]",
-            "[,aio=auto|io_uring|threads][,serial=TEXT][,format=raw];",
+            "[,aio=auto|io_uring|threads][,serial=TEXT][,format=raw|qcow2]",
+            "[,l2-cache=SIZE][,cow=zero-aware|unallocated|explicit]",
+            "[,backing=folder|none|any];",
             "a comma in the path is written `,,`",
         ],
         set: |t, v| {

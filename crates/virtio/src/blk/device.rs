@@ -90,6 +90,21 @@ impl Blk {
             spec::Aio::IoUring => block::Aio::IoUring,
             spec::Aio::Threads => block::Aio::Threads,
         };
+        options.format = match spec.format {
+            spec::DiskFormat::Raw => block::Format::Raw,
+            spec::DiskFormat::Qcow2 => block::Format::Qcow2,
+        };
+        options.qcow2.l2_cache = spec.l2_cache;
+        options.qcow2.cow = match spec.cow {
+            spec::Cow::Explicit => block::Cow::Explicit,
+            spec::Cow::Unallocated => block::Cow::Unallocated,
+            spec::Cow::ZeroAware => block::Cow::ZeroAware,
+        };
+        options.qcow2.backing = match spec.backing {
+            spec::Backing::None => block::BackingGate::None,
+            spec::Backing::Folder => block::BackingGate::SameFolder,
+            spec::Backing::Any => block::BackingGate::Any,
+        };
         Ok(Self::new(Disk::open(&options)?, spec))
     }
 

@@ -131,7 +131,7 @@ fn serveable(path: &Path, header: &Header) -> Result<(), Error> {
     if header.size == 0 {
         return Err(Error::Empty(path.to_owned(), 0));
     }
-    if header.size % 512 != 0 {
+    if !header.size.is_multiple_of(512) {
         let what = format!("its {} bytes are no multiple of 512; resize it", header.size);
         return Err(Error::Unsupported(path.to_owned(), what));
     }

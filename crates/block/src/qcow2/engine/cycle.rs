@@ -245,11 +245,9 @@ impl Handle {
                 slots.iter().for_each(|s| meta.end_writing(*s, ok));
             }
         }
-        if !matches!(run.phase, Phase::Links | Phase::SyncLinks) && !ok {
-            if matches!(run.phase, Phase::Names | Phase::SyncNames) {
-                for (_, _, slots) in &run.tables {
-                    slots.iter().for_each(|s| meta.end_writing(*s, false));
-                }
+        if matches!(run.phase, Phase::Names | Phase::SyncNames) && !ok {
+            for (_, _, slots) in &run.tables {
+                slots.iter().for_each(|s| meta.end_writing(*s, false));
             }
         }
         for (slot, _, _) in &run.slices {

@@ -132,11 +132,9 @@ impl Refs {
             self.make_room();
             self.blocks.insert(index, Block { data, dirty: false, writing: false, used: clock });
         }
-        let block = self.blocks.get_mut(&index);
-        Ok(block.map(|b| {
-            b.used = clock;
-            b
-        }))
+        let Some(block) = self.blocks.get_mut(&index) else { return Ok(None) };
+        block.used = clock;
+        Ok(Some(block))
     }
 
     fn make_room(&mut self) {

@@ -104,7 +104,7 @@ impl Handle {
         if !top.writable {
             return Err(error(libc::EROFS));
         }
-        if bytes == 0 || bytes % 512 != 0 || bytes > i64::MAX as u64 {
+        if bytes == 0 || !bytes.is_multiple_of(512) || bytes > i64::MAX as u64 {
             return unsupported("a disk's size is a multiple of 512 and not zero");
         }
         let size = top.size();

@@ -249,7 +249,7 @@ impl Handle {
             _ => {}
         }
         let (slice, _) = top.place(cluster);
-        let wanted = (task.end - 1 >> bits) - cluster + 1;
+        let wanted = ((task.end - 1) >> bits) - cluster + 1;
         let most = wanted.min((LONGEST >> bits).max(1)).min(((slice + 1) << top.slice_bits()) - cluster);
         let also = |c: u64| {
             let plain = match entry(top, c) {
