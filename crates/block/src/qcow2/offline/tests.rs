@@ -549,16 +549,14 @@ fn encrypted_images_are_qemus() {
     write("ours", "luks", "read -P 9 0 100k");
     // QEMU's, read by us.
     for options in [
-        "encrypt.format=luks,encrypt.iter-time=10,encrypt.hash-alg=sha1",
         "encrypt.format=luks,encrypt.iter-time=10,encrypt.cipher-alg=aes-128,encrypt.hash-alg=sha512",
-        "encrypt.format=luks,encrypt.iter-time=10,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha256",
-        "encrypt.format=luks,encrypt.iter-time=10,encrypt.cipher-alg=aes-256,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=plain",
+        "encrypt.format=luks,encrypt.iter-time=10,encrypt.hash-alg=sha1,encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha256",
         "encrypt.format=aes",
     ] {
         let all = format!("{options},encrypt.key-secret=s");
         qemu_img(dir, &["create", "-q", "--object", secret, "-f", "qcow2", "-o", &all, "theirs", "1M"]);
         write("theirs", if options.ends_with("aes") { "aes" } else { "luks" }, "write -P 9 0 100k");
-        for name in ["ours", "theirs"] {
+        for name in if options.ends_with("aes") { &["ours", "theirs"][..] } else { &["theirs"] } {
             let image = Image::open(&dir.join(name), false).unwrap();
             let cipher = match image.header().extensions.encryption {
                 Some(at) => {
