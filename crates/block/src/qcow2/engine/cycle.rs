@@ -84,7 +84,10 @@ impl Handle {
             }
             return;
         }
+        // Who was woken to run the next cycle finds here that none is needed; nor do those who waited for it.
+        let others = std::mem::take(&mut meta.cycles.waiters);
         drop(meta);
+        others.into_iter().for_each(Waiter::go_on);
         // Done when these are; a second look must not ask again.
         task.end = task.offset;
         for file in files(&chain) {
