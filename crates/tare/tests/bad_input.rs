@@ -90,7 +90,7 @@ fn flags_that_cannot_be_read() {
         (&["--cpus", "4,sockets=3"], "4 CPUs can't be split into 3 sockets"),
         (&["--disk", "a,colour=red"], "unknown key `colour`: --disk; the keys are path, format,"),
         (&["--disk", "a,readonly=perhaps"], "`perhaps` is not on or off: --disk.readonly; use on or off"),
-        (&["--disk", "a,format=qcow2"], "`qcow2` is not a disk format: --disk.format; use raw"),
+        (&["--disk", "a,format=vmdk"], "`vmdk` is not a disk format: --disk.format; use raw or qcow2"),
         (&["--disk", "a,serial=123456789012345678901"], "disk.serial; use at most 20"),
         (&["--console", "teletype"], "`teletype` is not a console: --console; use virtio, serial or none"),
         (&["--bogus"], "unknown flag --bogus"),

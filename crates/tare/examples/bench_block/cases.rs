@@ -16,6 +16,8 @@ pub enum Work {
     Scattered,
     /// `img bench` from the start on.
     Sequential,
+    /// As `Scattered`, by tare twice: `cow=explicit` in QEMU's place.
+    Cow,
     /// The image behind `img serve --nbd` or `qemu-nbd`, fio's nbd engine before it.
     Served,
     /// `img convert` to qcow2.
@@ -72,6 +74,7 @@ pub fn all(asked: &Asked) -> Vec<Case> {
                 }
             }
             add(Work::Scattered, Kind::Compressed, false, 4096, depth, cache);
+            add(Work::Cow, Kind::Zeroed, true, 4096, depth, cache);
         }
     }
     for depth in [1, 32] {
@@ -106,6 +109,7 @@ impl Case {
         match self.work {
             Work::Scattered => format!("{kind}: rnd {way} {block} qd{} {}", self.depth, self.cache),
             Work::Sequential => format!("{kind}: seq {way} {block} qd{} {}", self.depth, self.cache),
+            Work::Cow => format!("cow over explicit, zeroes: {way} {block} qd{} {}", self.depth, self.cache),
             Work::Served => format!("nbd {kind}: rnd {way} {block} qd{} {}", self.depth, self.cache),
             Work::Convert => format!("convert {kind} to qcow2"),
             Work::Check => format!("check {kind}"),
@@ -116,7 +120,7 @@ impl Case {
     pub fn run(&self, side: Side, asked: &Asked, folder: &Folder) -> Result<Cost, String> {
         let image = folder.image(self.kind)?;
         match self.work {
-            Work::Scattered | Work::Sequential => self.bench(side, asked, &image),
+            Work::Scattered | Work::Sequential | Work::Cow => self.bench(side, asked, &image),
             Work::Served => serve::run(self, side, asked, folder, &image),
             Work::Convert => {
                 let to = folder.file("converted.qcow2");
@@ -133,7 +137,11 @@ impl Case {
 
     fn bench(&self, side: Side, asked: &Asked, image: &Path) -> Result<Cost, String> {
         let step = if self.work == Work::Sequential { self.block } else { far_step(asked.size, self.block) };
-        let mut command = program(side, asked, "bench");
+        let program_side = if self.work == Work::Cow { Side::Tare } else { side };
+        let mut command = program(program_side, asked, "bench");
+        if self.work == Work::Cow {
+            command.arg(if side == Side::Qemu { "--cow=explicit" } else { "--cow=zero-aware" });
+        }
         command.args(["-f", self.kind.format(), "-t", self.cache, "-i", &asked.aio]);
         command.args(["-c", &self.count.to_string(), "-d", &self.depth.to_string()]);
         command.args(["-s", &self.block.to_string(), "-S", &step.to_string()]);

@@ -16,7 +16,7 @@ pub const HELP: &str = "\
 usage: tare img bench [-c COUNT] [-d DEPTH] [-f FORMAT] [--flush-interval=N] [-i AIO]
                       [--no-drain] [-o OFFSET] [--pattern=BYTE] [-q] [-s SIZE] [-S STEP]
                       [--random[=SEED]] [-t CACHE] [-w] [--output=json]
-                      [--backing=GATE] FILE
+                      [--backing=GATE] [--cow=MODE] [--l2-cache=SIZE] FILE
 
 Runs COUNT sequential (or random) requests on an image and prints how long they took.
 The options are qemu-img's.
@@ -36,6 +36,8 @@ The options are qemu-img's.
   -t CACHE             writeback, none or unsafe [writeback]
   -w                   write; without it the requests read
   --output=json        the figures as JSON
+  --cow=MODE           how qcow2 allocates: explicit, unallocated or zero-aware [zero-aware]
+  --l2-cache=SIZE      for qcow2's tables [what the disk needs, at most 32M]
 
 exit codes: 0 done; 1 a request failed or the image can't be opened
 ";
@@ -93,6 +95,8 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Long(name) => match name.as_str() {
                 "flush-interval" => asked.flush = Some(options.number(1..=u64::from(u32::MAX))?),
                 "backing" => asked.how.take_gate(options)?,
+                "cow" => asked.how.take_cow(options)?,
+                "l2-cache" => asked.how.l2_cache = Some(options.size()?),
                 "no-drain" => asked.drain = false,
                 "pattern" => asked.pattern = options.number(0..=255)? as u8,
                 "random" => asked.random = Some(options.optional_number()?.unwrap_or(1)),

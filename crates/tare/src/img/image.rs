@@ -7,7 +7,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use block::qcow2::offline;
-use block::{Aio, BackingGate, Cache, Disk, Format};
+use block::{Aio, BackingGate, Cache, Cow, Disk, Format};
 
 use super::args::{Options, Refusal};
 
@@ -35,6 +35,10 @@ pub fn looked_for(path: &Path) -> Format {
     let read = regular && File::open(path).and_then(|mut f| f.read_exact(&mut start)).is_ok();
     if read && start == QCOW2_MAGIC { Format::Qcow2 } else { Format::Raw }
 }
+
+/// Words of `--cow`.
+const COWS: &[(&str, Cow)] =
+    &[("explicit", Cow::Explicit), ("unallocated", Cow::Unallocated), ("zero-aware", Cow::ZeroAware)];
 
 /// Words of `--backing`.
 const GATES: &[(&str, Gate)] = &[("folder", Gate::Folder), ("any", Gate::Any), ("none", Gate::None)];
@@ -64,6 +68,10 @@ pub struct How {
     pub readonly: bool,
     /// `--backing`
     pub gate: Gate,
+    /// `--cow`
+    pub cow: Cow,
+    /// `--l2-cache`
+    pub l2_cache: Option<u64>,
 }
 
 impl How {
@@ -91,6 +99,12 @@ impl How {
         Ok(())
     }
 
+    /// Takes the value of `--cow`.
+    pub fn take_cow(&mut self, options: &mut Options<'_>) -> Result<(), Refusal> {
+        self.cow = options.word("a way to allocate", COWS)?;
+        Ok(())
+    }
+
     /// The format: what was said, or what the file looks like.
     pub fn format_of(&self, path: &Path) -> Format {
         self.format.unwrap_or_else(|| looked_for(path))
@@ -103,6 +117,8 @@ impl How {
     pub fn open(&self, path: &Path) -> Result<Disk, Refusal> {
         let mut options = block::Options::new(path);
         options.format = self.format_of(path);
+        options.qcow2.cow = self.cow;
+        options.qcow2.l2_cache = self.l2_cache;
         options.qcow2.backing = match self.gate {
             Gate::Folder => BackingGate::SameFolder,
             Gate::Any => BackingGate::Any,

@@ -14,7 +14,8 @@ use super::interrupt;
 
 pub const HELP: &str = "\
 usage: tare img serve --nbd SOCKET | --vhost-user SOCKET [-f FORMAT] [-i AIO] [-r] [-t CACHE]
-                      [--name=NAME] [--shared=N] [--serial=TEXT] [--backing=GATE] FILE
+                      [--name=NAME] [--shared=N] [--serial=TEXT] [--backing=GATE]
+                      [--cow=MODE] [--l2-cache=SIZE] FILE
 
 Serves an image on a Unix socket until SIGINT or SIGTERM. Over NBD: newstyle handshake,
 structured replies, block status (base:allocation), several connections. Over vhost-user
@@ -30,6 +31,8 @@ guest, one at a time. Whoever may write to the socket may use the disk.
   --name=NAME     what clients call the disk; the empty name works too [the file's name]
   --shared=N      NBD connections at one time, 1 to 256 [16]
   --serial=TEXT   what a vhost-user guest reads as serial number, at most 20 bytes
+  --cow=MODE      how qcow2 allocates: explicit, unallocated or zero-aware [zero-aware]
+  --l2-cache=SIZE for qcow2's tables [what the disk needs, at most 32M]
 
 exit codes: 0 ended by a signal, everything durable; 1 the image or the socket can't be used
 ";
@@ -58,6 +61,8 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Short('r') => asked.how.readonly = true,
             Word::Long(name) => match name.as_str() {
                 "backing" => asked.how.take_gate(options)?,
+                "cow" => asked.how.take_cow(options)?,
+                "l2-cache" => asked.how.l2_cache = Some(options.size()?),
                 "nbd" | "vhost-user" => sockets.push((name == "vhost-user", PathBuf::from(options.value()?))),
                 "serial" => asked.serial = Some(options.text()?),
                 "name" => asked.name = Some(options.text()?),
