@@ -34,11 +34,14 @@ fn play_watched(row: Row, history: &History, seed: u64, engines: [Engine; 2]) ->
         let result = std::panic::catch_unwind(|| play(row, &history, seed, engines));
         let _ = tell.send(result.unwrap_or_else(|_| Err("the test panicked".into())));
     });
-    told.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|_| Err("it hangs".into()))
+    told.recv_timeout(Duration::from_secs(60)).unwrap_or_else(|_| Err("it hangs".into()))
 }
 
 fn try_row(row: Row, seed: u64, batches: usize, engines: [Engine; 2]) {
     let history = History::random(&mut Rng::new(seed), &style(&row, batches));
+    if std::env::var("TARE_TRACE").is_ok() {
+        eprintln!("seed {seed}: {row:?}");
+    }
     let Err(why) = play_watched(row, &history, seed, engines) else { return };
     println!("seed {seed}, {row:?}: {why}\nlooking for a shorter history...");
     let shorter = history.shrink(row.size(), Duration::from_secs(30), |h| {

@@ -53,7 +53,8 @@ pub fn style(row: &Row, batches: usize) -> Style {
         snapshots: if !row.snapshots() {
             0
         } else if row.refcount_bits() == 2 {
-            2
+            // Going back to a snapshot counts its clusters once more for a moment.
+            1
         } else {
             6
         },
@@ -401,11 +402,17 @@ fn play_share(
     let steps = match item {
         Item::Batch(steps) => steps,
         Item::Resize(size) if n == 0 => {
+            if std::env::var("TARE_TRACE").is_ok() {
+                eprintln!("resize {size}");
+            }
             return player.disk.resize(*size).map_err(|e| format!("resize to {size}: {e}"));
         }
         _ => return Ok(()),
     };
     let mine: Vec<Step> = steps.iter().skip(n).step_by(handles).copied().collect();
+    if std::env::var("TARE_TRACE").is_ok() {
+        eprintln!("handle {n}: {mine:?}");
+    }
     for answer in player.play(&mine, rng) {
         answer.result.map_err(|e| format!("{:?} failed: {e}", answer.step))?;
         let Some(at) = steps.iter().position(|s| *s == answer.step) else { continue };
