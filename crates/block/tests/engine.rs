@@ -6,9 +6,17 @@ mod common;
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Mutex, MutexGuard};
 
 use block::{Aio, Cache, Cow, Disk, Error, Fault, FaultPlan, MemImage, Op, Options, Qcow2Options};
 use common::{Buffer, Rng, User};
+
+/// One at a time: a process just started holds, for a moment, every lock of the one that started it.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(|e| e.into_inner())
+}
 
 /// Runs one of QEMU's tools; `None` where there is none.
 fn qemu(tool: &str, arguments: &[&str]) -> Option<String> {
@@ -151,7 +159,7 @@ fn play(case: &Case, backing: Option<(&Path, &str, &[u8])>, seed: u64) {
     let mut rng = Rng(seed);
     for round in 0..4 {
         let mut user = User::new(Disk::open(&options(case, &path)).unwrap());
-        for _ in 0..12 {
+        for _ in 0..6 {
             step(&mut user, &mut model, &mut rng, case, 0..20);
         }
         if round % 2 == 0 {
@@ -165,6 +173,7 @@ fn play(case: &Case, backing: Option<(&Path, &str, &[u8])>, seed: u64) {
 
 #[test]
 fn random_requests_on_images_of_all_shapes() {
+    let _alone = alone();
     let cases = [
         BASE,
         Case { name: "direct", cache: Cache::None, aio: Aio::IoUring, ..BASE },
@@ -202,6 +211,7 @@ fn random_requests_on_images_of_all_shapes() {
 
 #[test]
 fn random_requests_over_backing_files() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let mut rng = Rng(5);
     let mut content = vec![0; 6 << 20];
@@ -240,6 +250,7 @@ fn random_requests_over_backing_files() {
 
 #[test]
 fn what_a_snapshot_shares_is_never_written() {
+    let _alone = alone();
     for (create, seed) in
         [(&[][..], 3), (&["-o", "cluster_size=4k,refcount_bits=4"], 4), (&["-o", "extended_l2=on"], 5)]
     {
@@ -279,6 +290,7 @@ fn what_a_snapshot_shares_is_never_written() {
 
 #[test]
 fn threads_share_an_image() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     for (create, l2_cache, cluster) in [
         (&["-o", "cluster_size=4k"][..], Some(0), 4096_u64),
@@ -359,6 +371,7 @@ fn in_memory(dir: &Path) -> Option<MemImage> {
 
 #[test]
 fn a_full_host_fails_the_request_and_nothing_else() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let Some(image) = in_memory(dir.path()) else {
         println!("skipped: qemu-img is not installed");
@@ -407,6 +420,7 @@ fn a_full_host_fails_the_request_and_nothing_else() {
 
 #[test]
 fn an_external_data_file_is_where_the_data_goes() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     for raw in ["off", "on"] {
         let (path, data) = (dir.path().join("image.qcow2"), dir.path().join(format!("data-{raw}")));
@@ -436,6 +450,7 @@ fn an_external_data_file_is_where_the_data_goes() {
 
 #[test]
 fn what_can_not_be_served_is_refused_in_one_line() {
+    let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("image.qcow2");
     let image = path.to_str().unwrap();

@@ -129,9 +129,24 @@ pub struct Squeezed {
     pub buf: Option<AlignedBuf>,
 }
 
-/// A cluster that was decompressed last.
+/// What a handle has to look at next.
+#[derive(Debug, Default)]
+struct Todo {
+    /// Tasks whose turn it is.
+    ready: VecDeque<u32>,
+    /// Tasks for which there were no numbers left.
+    starved: Vec<u32>,
+    /// Pieces that ended while their task was being looked at.
+    late: Vec<(u32, i32)>,
+    landed: Vec<Completion>,
+    news: Vec<News>,
+}
+
+/// Decompressors, and the cluster that was decompressed last.
 #[derive(Debug)]
 pub struct Unpacked {
+    /// By place in the chain, made on first use.
+    pub decompressors: Vec<Option<Decompressor>>,
     /// The image's place and the offset of the compressed data.
     pub key: Option<(usize, u64)>,
     /// The bytes.
@@ -148,18 +163,12 @@ pub struct Handle {
     pub(super) tasks: Slab<Task>,
     pub(super) allocs: Slab<Alloc>,
     ios: Slab<Tag>,
-    ready: VecDeque<u32>,
-    starved: Vec<u32>,
-    /// Pieces that ended while their task was being looked at.
-    late: Vec<(u32, i32)>,
+    todo: Todo,
     pub(super) cycle: Option<Box<cycle::Run>>,
     done: Vec<Completion>,
-    landed: Vec<Completion>,
-    news: Vec<News>,
     sent: bool,
     pub(super) zeroes: AlignedBuf,
     pub(super) spare: Vec<AlignedBuf>,
-    pub(super) decompressors: Vec<Option<Decompressor>>,
     pub(super) unpacked: Unpacked,
     closed: Option<i32>,
 }
@@ -201,7 +210,11 @@ impl Handle {
         let zeroes = AlignedBuf::zeroed(ZEROES)?;
         users.fetch_add(1, Ordering::SeqCst);
         Ok(Self {
-            decompressors: chain.places.iter().map(|_| None).collect(),
+            unpacked: Unpacked {
+                decompressors: chain.places.iter().map(|_| None).collect(),
+                key: None,
+                bytes: Vec::new(),
+            },
             chain,
             users,
             files,
@@ -209,17 +222,12 @@ impl Handle {
             tasks: Slab::new(),
             allocs: Slab::new(),
             ios: Slab::new(),
-            ready: VecDeque::new(),
-            starved: Vec::new(),
-            late: Vec::new(),
+            todo: Todo::default(),
             cycle: None,
             done: Vec::new(),
-            landed: Vec::new(),
-            news: Vec::new(),
             sent: false,
             zeroes,
             spare: Vec::new(),
-            unpacked: Unpacked { key: None, bytes: Vec::new() },
             closed: None,
         })
     }
@@ -356,13 +364,14 @@ impl Handle {
     /// Takes what has landed, and lets everything go on that can, until nothing more happens.
     pub(super) fn pump(&mut self) {
         loop {
-            let mut landed = std::mem::take(&mut self.landed);
+            let mut landed = std::mem::take(&mut self.todo.landed);
             for file in &mut self.files {
                 file.reap(&mut landed);
             }
-            self.inbox.take(&mut self.news);
-            if landed.is_empty() && self.news.is_empty() && self.ready.is_empty() && self.late.is_empty() {
-                self.landed = landed;
+            self.inbox.take(&mut self.todo.news);
+            if landed.is_empty() && self.todo.news.is_empty() && self.todo.ready.is_empty() && self.todo.late.is_empty()
+            {
+                self.todo.landed = landed;
                 if self.sent {
                     self.commit();
                     continue;
@@ -372,16 +381,16 @@ impl Handle {
             for Completion { id, result } in landed.drain(..) {
                 self.land(u32::from(id), errno_of(&result));
             }
-            self.landed = landed;
-            let mut news = std::mem::take(&mut self.news);
+            self.todo.landed = landed;
+            let mut news = std::mem::take(&mut self.todo.news);
             for News { task, outcome } in news.drain(..) {
                 self.hear(task, outcome);
             }
-            self.news = news;
-            for (task, errno) in std::mem::take(&mut self.late) {
+            self.todo.news = news;
+            for (task, errno) in std::mem::take(&mut self.todo.late) {
                 self.part_done(task, errno);
             }
-            while let Some(task) = self.ready.pop_front() {
+            while let Some(task) = self.todo.ready.pop_front() {
                 self.run(task);
             }
         }
@@ -413,8 +422,8 @@ impl Handle {
                 self.cycle_part(errno);
             }
         }
-        if !self.starved.is_empty() && self.ios.len() < MOST_IOS / 2 {
-            self.ready.extend(self.starved.drain(..));
+        if !self.todo.starved.is_empty() && self.ios.len() < MOST_IOS / 2 {
+            self.todo.ready.extend(self.todo.starved.drain(..));
         }
     }
 
@@ -425,7 +434,7 @@ impl Handle {
         }
         task.state = State::Ready;
         match outcome {
-            None => self.ready.push_back(index),
+            None => self.todo.ready.push_back(index),
             Some(errno) => {
                 task.errno = errno;
                 task.cursor = task.end;
@@ -455,7 +464,7 @@ impl Handle {
                 task.state = State::Throttled;
             } else if self.ios.len() >= MOST_IOS {
                 task.state = State::Throttled;
-                self.starved.push(index);
+                self.todo.starved.push(index);
             } else {
                 match task.kind {
                     Kind::Read(top) => self.step_read(index, &mut task, top),
@@ -473,7 +482,7 @@ impl Handle {
     pub(super) fn part_done(&mut self, index: u32, errno: i32) {
         let Some(task) = self.tasks.get_mut(index) else {
             // It is on its way through `run` just now.
-            self.late.push((index, errno));
+            self.todo.late.push((index, errno));
             return;
         };
         task.pending = task.pending.saturating_sub(1);
@@ -482,7 +491,7 @@ impl Handle {
         }
         if task.state == State::Throttled {
             task.state = State::Ready;
-            self.ready.push_back(index);
+            self.todo.ready.push_back(index);
         } else {
             self.settle(index);
         }

@@ -225,7 +225,7 @@ impl Image {
         for (index, entry) in l1.iter().enumerate().filter(|(_, e)| **e != 0) {
             table.set(index, *entry);
         }
-        let meta = Meta::new(storage, refs, header.clone(), head, l1_disk, cache.capacity(), how.unit);
+        let meta = Meta::new(storage, refs, (header.clone(), head, l1_disk), cache.capacity(), how.unit);
         Ok(Ok(Self {
             layout,
             compression: header.compression,

@@ -115,9 +115,7 @@ impl Meta {
     pub fn new(
         side: Storage,
         refs: Option<Refs>,
-        header: Header,
-        head: Vec<u8>,
-        l1_disk: Vec<u64>,
+        (header, head, l1_disk): (Header, Vec<u8>, Vec<u64>),
         slots: usize,
         unit: usize,
     ) -> Self {

@@ -217,7 +217,7 @@ impl Handle {
     fn unpack(&mut self, what: &Squeezed) -> Option<()> {
         let chain = Arc::clone(&self.chain);
         let image = Self::image_at(&chain, what.place)?;
-        let slot = self.decompressors.get_mut(what.place)?;
+        let slot = self.unpacked.decompressors.get_mut(what.place)?;
         if slot.is_none() {
             *slot = Some(Decompressor::new(image.compression).ok()?);
         }

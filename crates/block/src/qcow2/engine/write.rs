@@ -49,8 +49,8 @@ pub struct Alloc {
     segs: Vec<Seg>,
     head: Pad,
     tail: Pad,
-    head_buf: Option<AlignedBuf>,
-    tail_buf: Option<AlignedBuf>,
+    /// Old content for before and behind.
+    bufs: (Option<AlignedBuf>, Option<AlignedBuf>),
     /// The head's buffer holds everything from `from` to `to`.
     one_buf: bool,
     /// Reads under way.
@@ -312,8 +312,7 @@ impl Handle {
             segs: Vec::new(),
             head,
             tail,
-            head_buf: None,
-            tail_buf: None,
+            bufs: (None, None),
             one_buf: false,
             reads: 0,
             errno: 0,
@@ -350,9 +349,9 @@ impl Handle {
         let jobs: Vec<_> = reads.iter().zip(&bufs).map(|((a, b), buf)| (*a, *b, buf.seg(0, buf.len()))).collect();
         let mut bufs = bufs.into_iter();
         if old_head {
-            alloc.head_buf = bufs.next();
+            alloc.bufs.0 = bufs.next();
         }
-        alloc.tail_buf = bufs.next();
+        alloc.bufs.1 = bufs.next();
         let index = self.allocs.add(alloc);
         if jobs.is_empty() {
             return self.fill(index);
@@ -393,12 +392,12 @@ impl Handle {
         }
         let (head, tail) = (alloc.data.0 - alloc.from, alloc.to - alloc.data.1);
         let mut segs = Vec::with_capacity(alloc.segs.len() + 2);
-        match (&alloc.head, &alloc.head_buf) {
+        match (&alloc.head, &alloc.bufs.0) {
             (Pad::Old, Some(buf)) => segs.push(buf.seg(0, head as usize)),
             _ => self.zero_segs(head, &mut segs),
         }
         segs.extend_from_slice(&alloc.segs);
-        match (&alloc.tail, &alloc.head_buf, &alloc.tail_buf) {
+        match (&alloc.tail, &alloc.bufs.0, &alloc.bufs.1) {
             (Pad::Old, Some(buf), _) if alloc.one_buf => {
                 segs.push(buf.seg((alloc.data.1 - alloc.from) as usize, tail as usize));
             }
@@ -431,7 +430,7 @@ impl Handle {
         }
         let wanted = meta.cycles.wanted && !meta.cycles.running;
         drop(meta);
-        let bufs = [alloc.head_buf.take(), alloc.tail_buf.take()];
+        let bufs = [alloc.bufs.0.take(), alloc.bufs.1.take()];
         self.spare.extend(bufs.into_iter().flatten());
         self.spare.truncate(64);
         if wanted && errno == 0 && self.hold(alloc.task) {
