@@ -145,7 +145,7 @@ impl Disk {
                 whole + SECTOR_SIZE
             ));
         }
-        let storage = Storage::File(FileStorage::new(opened.file, options));
+        let storage = Storage::File(Box::new(FileStorage::new(opened.file, options)));
         let raw = Raw::new(storage, whole, options.readonly, opened.limits);
         let warning = (!warnings.is_empty()).then(|| warnings.join("; "));
         Ok(Self { raw, path: options.path.clone(), warning })

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Where bytes are kept. A format talks to a [`Storage`]; one thread owns it while it is attached.
 
+pub mod around;
 pub mod bounce;
 pub mod faults;
 pub mod file;
@@ -20,7 +21,7 @@ use crate::disk::{Completion, Request};
 #[derive(Debug)]
 pub enum Storage {
     /// A regular file or block device.
-    File(FileStorage),
+    File(Box<FileStorage>),
     /// Memory of this process.
     Mem(MemStorage),
     /// Another storage with staged faults.
