@@ -12,7 +12,7 @@ FUZZ_SECONDS ?= 60
 # Further options of `make bench-block`, for instance BENCH_BLOCK="--pairs 9 --only 'nbd raw'".
 BENCH_BLOCK ?=
 
-.PHONY: help demo test check unit fuzz smoke e2e bench-exit bench-block build deps clean-cache
+.PHONY: help demo test check unit fuzz e2e bench-exit bench-block build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,11 +20,11 @@ help: ## list these commands
 demo: deps build ## measure sysbench natively, under QEMU and under tare; table, target/report/index.html, report.json
 	target/release/tare-lab run all --scale 0.1 --repeat 3 --budget 6 --subjects native,qemu,tare --html target/report --json target/report/report.json
 
-test: deps ## every check and test, and the quick end-to-end ones in the lab
+test: deps ## every check and test, end-to-end ones in the lab included
 	cargo xtask check
 	cargo test --workspace --locked --quiet
 	$(MAKE) fuzz
-	$(MAKE) smoke
+	$(MAKE) e2e
 
 check: ## formatting, clippy, layers, sizes, unsafe code, words, dependencies
 	cargo xtask check
@@ -35,10 +35,7 @@ unit: ## unit and property tests alone
 fuzz: ## each fuzz target for FUZZ_SECONDS (60)
 	scripts/fuzz $(FUZZ_SECONDS)
 
-smoke: deps build ## the quick end-to-end tests: stock kernels boot in the lab, with disks, many CPUs, memory at its edges
-	scripts/e2e disks:: memory_at_the_edges
-
-e2e: deps build ## all end-to-end tests in the lab, distributions' own user space and other kernels included; takes long
+e2e: deps build ## the end-to-end tests in the lab: stock kernels and user space boot, disks, many CPUs, endings, refusals
 	scripts/e2e
 
 bench-exit: deps build ## what the ledger costs: the same exits with accounting on and off, and the ratio

@@ -143,7 +143,7 @@ impl Disk {
                 whole + SECTOR_SIZE
             ));
         }
-        let storage = Storage::File(FileStorage::new(opened.file, options));
+        let storage = Storage::File(Box::new(FileStorage::new(opened.file, options)));
         let raw = Raw::new(storage, whole, options.readonly, opened.limits);
         Ok(Self { body: Body::Raw(Box::new(raw)), path: options.path.clone(), warning: one_line(&warnings) })
     }

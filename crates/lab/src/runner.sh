@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs one sample: starts the subject's command ("$@"), watches its console for marks, reads KVM's counters and the
 # monitor's memory at them, and reports at the end. Nothing is printed while the sample runs. Appended by the lab to a
-# preamble that sets: LAB_SCRATCH LAB_POLL LAB_LIMIT LAB_GRACE LAB_GUEST_MIB LAB_IMAGE LAB_DISK
+# preamble that sets: LAB_SCRATCH LAB_WATCH LAB_POLL LAB_LIMIT LAB_GRACE LAB_GUEST_MIB LAB_IMAGE LAB_DISK
 # LAB_PROGRAM LAB_ALONE and the words of "$@".
 #
-# The console goes to a regular file, so that a subject never waits for its reader; it is read every LAB_POLL seconds.
+# The console goes to a regular file, so that a subject never waits for its reader. $LAB_WATCH tells what is said there and
+# when the subject has ended; it looks every LAB_POLL microseconds at most, and sleeps while nothing is said.
 
 mkdir -p "$LAB_SCRATCH" && cd "$LAB_SCRATCH" || exit 97
 report=$LAB_SCRATCH/report.txt
 : >"$report"
 : >console
-rm -f idle
-mkfifo idle
-exec 3<console 4<>idle
+rm -f idle marks order
+mkfifo idle marks order
+exec 3<>marks 4<>idle 5<>order
 if [ ! -d /sys/kernel/debug/kvm ]; then mount -t debugfs debugfs /sys/kernel/debug 2>/dev/null; fi
 # The lab machine keeps its own console still: it is a device of the outside world.
 if [ -n "$LAB_ALONE" ]; then echo 1 >/proc/sys/kernel/printk; fi
@@ -47,54 +48,50 @@ memory() {
     ' "/proc/$pid/smaps" >>"$report" 2>/dev/null
 }
 
+$LAB_WATCH console "$LAB_POLL" <&5 >&3 4<&- &
+watch=$!
+read -r -t 10 _ <&3 || exit 95
+
 now; start=$t
 if command -v setpriv >/dev/null 2>&1; then
-    setpriv --pdeathsig KILL -- "$@" <&4 >console 2>stderr &
+    setpriv --pdeathsig KILL -- "$@" <&4 >console 2>stderr 3>&- 4>&- 5>&- &
 else
-    "$@" <&4 >console 2>stderr &
+    "$@" <&4 >console 2>stderr 3>&- 4>&- 5>&- &
 fi
 pid=$!
-trap 'kill -9 $pid 2>/dev/null; exit 98' INT TERM HUP
+trap 'kill -9 $pid $watch 2>/dev/null; exit 98' INT TERM HUP
+echo "$pid" >&5
 
-part= over= end=
-while :; do
-    if IFS= read -r line <&3; then
-        line=$part$line part=
-        case $line in
-        *@@lab\ *)
-            now
-            at=$((t - start)) mark=${line##*@@lab } line=
-            mark=${mark%$'\r'}
+over= end=
+until [ -n "$end" ]; do
+    if read -r -t 0.5 at what mark <&3; then
+        case $what in
+        mark)
             counters
-            printf '%%%% mark %s %s%s\n' "$at" "$mark" "$line" >>"$report"
+            printf '%%%% mark %s %s%s\n' "$((at - start))" "$mark" "$line" >>"$report"
             case $mark in ready* | done*) memory ;; esac
             case $mark in done*) now; over=$((t + LAB_GRACE * 1000000)) ;; esac
+            ;;
+        gone)
+            wait "$pid"
+            end="exit $?"
             ;;
         esac
         continue
     fi
-    part=$part$line
-    [ -z "$end" ] || break
     now
-    if ! kill -0 "$pid" 2>/dev/null; then
-        wait "$pid"
-        end="exit $?"
-        continue
-    fi
     if [ $((t - start)) -gt $((LAB_LIMIT * 1000000)) ]; then
-        kill -9 "$pid"; wait "$pid" 2>/dev/null
         end="limit 0"
-        continue
-    fi
-    if [ -n "$over" ] && [ "$t" -gt "$over" ]; then
-        kill -9 "$pid"; wait "$pid" 2>/dev/null
+    elif [ -n "$over" ] && [ "$t" -gt "$over" ]; then
         end="killed 0"
+    else
         continue
     fi
-    read -r -t "$LAB_POLL" _ <&4
+    kill -9 "$pid"; wait "$pid" 2>/dev/null
 done
 now
 printf '%%%% end %s %s\n' "$((t - start))" "$end" >>"$report"
+{ kill "$watch"; wait "$watch"; } 2>/dev/null
 
 cat "$report"
 if [ -n "$LAB_PROGRAM" ]; then echo "%% version $("$LAB_PROGRAM" --version 2>/dev/null </dev/null | head -n 1)"; fi

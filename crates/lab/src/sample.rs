@@ -27,9 +27,11 @@ pub struct Order {
     pub file: Option<(String, Vec<u8>)>,
     /// An image to copy before the sample starts, and where to.
     pub copy: Option<(String, String)>,
+    /// The command that watches a console; see `agent::watch`. Words are split at spaces.
+    pub watch: String,
     /// Guest memory in MiB; 0 for native.
     pub guest_mib: u64,
-    /// Time between two looks at the console.
+    /// Least time between two looks at the console.
     pub poll: Duration,
     /// The sample is over after this time on the place's own clock.
     pub limit: Duration,
@@ -44,7 +46,8 @@ impl Order {
         let (image, disk) = self.copy.clone().unwrap_or_default();
         for (name, value) in [
             ("LAB_SCRATCH", self.scratch.clone()),
-            ("LAB_POLL", format!("{:.3}", self.poll.as_secs_f64())),
+            ("LAB_WATCH", self.watch.clone()),
+            ("LAB_POLL", self.poll.as_micros().to_string()),
             ("LAB_LIMIT", self.limit.as_secs().max(1).to_string()),
             ("LAB_GRACE", "3".to_owned()),
             ("LAB_GUEST_MIB", self.guest_mib.to_string()),
@@ -214,6 +217,9 @@ pub(crate) mod tests {
     use super::*;
     use std::process::{Command, Stdio};
 
+    /// A watcher for places in tests.
+    pub(crate) const STAND_IN: &str = concat!("bash ", env!("CARGO_MANIFEST_DIR"), "/src/testdata/watch.sh");
+
     pub(crate) fn run_here(order: &Order) -> Sample {
         let mut child =
             Command::new("bash").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
@@ -230,6 +236,7 @@ pub(crate) mod tests {
             scratch: scratch.display().to_string(),
             file: None,
             copy: None,
+            watch: STAND_IN.to_owned(),
             guest_mib: 0,
             poll: Duration::from_millis(2),
             limit: Duration::from_secs(20),

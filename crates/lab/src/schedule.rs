@@ -239,6 +239,7 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         scratch,
         file,
         copy: copy.then(|| (paths.disk.clone(), private)),
+        watch: paths.watch.clone(),
         guest_mib: if subject.is_native() { 0 } else { bundle.memory_mib },
         poll: Duration::from_millis(bundle.poll_millis()),
         limit: Duration::from_secs(bundle.limit_seconds),

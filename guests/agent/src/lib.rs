@@ -3,10 +3,11 @@
 //!
 //! The lab machine has no disk, no network and no interrupting device. The lab and the agent inside share one piece of
 //! memory (a range of physical addresses there, a file here) and poll it. [`mailbox`] is the layout of that memory, [`wire`] the frames that
-//! travel in it, [`session`] the half that the agent serves. The `lab` crate links the first two; the binary all three.
+//! travel in it, [`session`] the half that the agent serves; [`watch`] is a tool that samples use there. The `lab` crate links the first two; the binary all three.
 
 pub mod mailbox;
 pub mod session;
+pub mod watch;
 pub mod wire;
 
 /// Names this agent's sources: the lab keys its snapshots by it and refuses a binary built from other sources.
@@ -15,6 +16,7 @@ pub const FINGERPRINT: u64 = fingerprint(&[
     include_bytes!("main.rs"),
     include_bytes!("mailbox.rs"),
     include_bytes!("session.rs"),
+    include_bytes!("watch.rs"),
     include_bytes!("wire.rs"),
 ]);
 

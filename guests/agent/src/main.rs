@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `tare-agent`: runs inside the lab machine, first as its process 1 and then, as a child of that, serving the mailbox.
+//! `tare-agent`: runs inside the lab machine, first as its process 1 and then, as a child of that, serving the mailbox. The
+//! scripts of samples use its `watch`, there and on hosts where samples run directly.
 //!
 //! The machine's `/init` prepares the system and then becomes this program. Process 1 only reaps; when the serving child
 //! ends the machine powers off, so that the lab sees it at once.
 
 use std::fs::{self, OpenOptions};
 use std::io;
+use std::os::fd::AsFd;
 use std::process::{Command, ExitCode};
 use std::thread;
 use std::time::Duration;
@@ -23,6 +25,7 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         Some("serve") => serve(),
+        Some("watch") => watch(),
         _ if std::process::id() == 1 => reap(),
         _ => Err(io::Error::other("runs as process 1 of the lab machine, which tare-lab makes; nothing to do here")),
     };
@@ -33,6 +36,18 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// `watch CONSOLE PERIOD`: see the library's module of that name.
+fn watch() -> io::Result<()> {
+    let mut words = std::env::args_os().skip(2);
+    let console = words.next();
+    let period = words.next().and_then(|word| word.to_str().and_then(|word| word.parse().ok()));
+    let (Some(console), Some(period)) = (console, period) else {
+        return Err(io::Error::other("watch wants a console file and a period in microseconds"));
+    };
+    let orders = std::io::stdin().as_fd().try_clone_to_owned()?;
+    agent::watch::watch(console.as_ref(), Duration::from_micros(period), orders.into(), &mut io::stdout())
 }
 
 /// Process 1: starts the server and reaps whatever dies, until the server does.

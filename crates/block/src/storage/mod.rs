@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Where bytes are kept. A format talks to a [`Storage`]; one thread owns it while it is attached.
 
+pub mod around;
 pub mod bounce;
 pub mod buffer;
 pub mod faults;
@@ -22,7 +23,7 @@ use crate::disk::{Completion, Request};
 #[derive(Debug)]
 pub enum Storage {
     /// A regular file or block device.
-    File(FileStorage),
+    File(Box<FileStorage>),
     /// Memory of this process.
     Mem(MemStorage),
     /// Another storage with staged faults.
@@ -125,7 +126,7 @@ impl Storage {
     /// Another storage on the same bytes for another thread, not attached; `None` if there is none to be had.
     pub fn share(&self) -> Option<Self> {
         Some(match self {
-            Self::File(s) => Self::File(s.share()),
+            Self::File(s) => Self::File(Box::new(s.share())),
             Self::Mem(s) => Self::Mem(MemStorage::new(s.image().clone())),
             Self::Faults(s) => Self::Faults(Box::new(s.share()?)),
             Self::Record(s) => Self::Record(RecordStorage::new(s.image().clone())),

@@ -174,7 +174,10 @@ fn fill(mailbox: &Path, guest: &Guest, watch: &mut Watch<'_>) -> Result<()> {
 }
 
 /// The agent's binary, beside this program, built from the sources this program knows.
-fn find_agent() -> Result<PathBuf> {
+///
+/// # Errors
+/// When there is none, or one from other sources.
+pub fn find_agent() -> Result<PathBuf> {
     let me = std::env::current_exe().context("where this program is")?;
     let mut looked = Vec::new();
     // A test or an example lives one folder deeper than the programs.

@@ -15,6 +15,7 @@ use anyhow::{Context, Result, bail};
 
 use super::{Facts, Paths, Place, console_initrd, nameless, path_of};
 use crate::host::cache::Cache;
+use crate::host::snapshot::find_agent;
 use crate::host::{Progress, image};
 use crate::interrupt;
 
@@ -42,6 +43,7 @@ impl Direct {
             root: "/dev/vda".to_owned(),
             work: text(&cache.root().join("work"))?,
             tare: tare.map(text).transpose()?.unwrap_or_default(),
+            watch: watcher(&find_agent()?)?,
         };
         Ok(Self { guest_kernel: Some(release), _console_initrd: Some(small), ..Self::at(paths)? })
     }
@@ -51,6 +53,14 @@ impl Direct {
         std::fs::create_dir_all(&paths.work)
             .with_context(|| format!("can't make the work directory {}", paths.work))?;
         Ok(Self { paths, guest_kernel: None, _console_initrd: None })
+    }
+}
+
+/// The words that start the watcher. The runner splits them at spaces, so its path may have none.
+fn watcher(agent: &Path) -> Result<String> {
+    match agent.to_str() {
+        Some(path) if !path.contains(char::is_whitespace) => Ok(format!("{path} watch")),
+        _ => bail!("{} has a space in its path, which samples can't use: move the programs", agent.display()),
     }
 }
 
@@ -144,7 +154,8 @@ mod tests {
 
     fn place(dir: &std::path::Path) -> Direct {
         let work = dir.join("it's here").display().to_string();
-        Direct::at(Paths { work, ..Paths::default() }).unwrap()
+        let watch = crate::sample::tests::STAND_IN.to_owned();
+        Direct::at(Paths { work, watch, ..Paths::default() }).unwrap()
     }
 
     #[test]

@@ -53,6 +53,7 @@ impl Lab {
             root: "/dev/vda".to_owned(),
             work: "/lab/work".to_owned(),
             tare: format!("{}/tare", inside::BIN),
+            watch: "/usr/sbin/tare-agent watch".to_owned(),
         };
         let small = nameless(cache.root(), &console_initrd(&snapshot.guest().disk(), &release, cache.root())?)?;
         Ok(Self { cache, snapshot, paths, tare: tare.map(Path::to_owned), release, console_initrd: small })

@@ -30,6 +30,7 @@ impl Mock {
             root: "/dev/vda".into(),
             work: "/w".into(),
             tare: "/bin/tare".into(),
+            watch: "/bin/watch".into(),
         };
         Self { paths, answer: Box::new(answer), asked: Mutex::default() }
     }

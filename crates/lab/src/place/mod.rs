@@ -40,6 +40,8 @@ pub struct Paths {
     pub work: String,
     /// The tare binary.
     pub tare: String,
+    /// The command that watches a sample's console; see `agent::watch`. No spaces within a word.
+    pub watch: String,
 }
 
 /// What a report says about a place.

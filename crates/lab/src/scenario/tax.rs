@@ -106,7 +106,7 @@ pub fn native(steps: &[Step], data: &str) -> String {
 /// work; the pauses let counters be read outside it. No word is split or expanded but where it is written.
 fn work(steps: &[Step]) -> String {
     let mut out = String::from(
-        "set -f;IFS=;m=@@;b(){ echo ${m}lab begin $1;sleep .1;};e(){ echo ${m}lab end $1;echo $o;echo ${m}lab out $1;};",
+        "set -f;IFS=;m=@@;b(){ echo ${m}lab begin $1;sleep .1;};e(){ echo ${m}lab end $1;sleep .1;echo $o;echo ${m}lab out $1;};",
     );
     for step in steps {
         let _ = write!(out, "b {0};o=$({1} 2>&1);e {0};", step.mark, step.command);

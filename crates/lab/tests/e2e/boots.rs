@@ -16,8 +16,8 @@ fn a_stock_debian_boots_with_its_own_init_runs_sysbench_and_powers_off() {
         r#"
 echo "== guest"
 tare run --kernel /lab/vmlinuz --initrd /lab/initrd.img --disk path=/lab/root.ext4 --cpus 2 --memory 1G --ledger /lab/ledger.json \
-    --cmdline "console=tty0 console=hvc0 root=/dev/vda rw systemd.run=\"/bin/sh -c '(nproc; grep MemTotal /proc/meminfo; lspci -n; \
-sysbench cpu --cpu-max-prime=500 --time=2 --threads=2 run; systemctl is-system-running --wait) >/dev/console'\"" </dev/null
+    --console serial --cmdline "console=ttyS0 root=/dev/vda rw systemd.run=\"/bin/sh -c '(nproc; grep MemTotal /proc/meminfo; lspci -n; \
+sysbench cpu --cpu-max-prime=500 --time=1 --threads=2 run) >/dev/console'\"" </dev/null
 echo "status $?"
 echo "== ledger"
 cat /lab/ledger.json

@@ -118,7 +118,7 @@ pub fn script(script: &str, files: &[(PathBuf, &str)]) -> Printed {
     if let Err(error) = std::fs::write(&text, format!("{PRELUDE}\n{script}\necho \"== over\"\n")) {
         panic!("{}: {error}", text.display());
     }
-    let mut command = tare_lab(&["host", "once", "--clock-limit", "1800", "--real-limit", "1800"]);
+    let mut command = tare_lab(&["host", "once", "--counted", "--clock-limit", "1800", "--real-limit", "1800"]);
     command.arg("--put").arg(format!("{}:/lab/bin/tare", tare.display()));
     command.arg("--put").arg(format!("{}:/lab/script", text.display()));
     for (here, there) in files {

@@ -228,7 +228,7 @@ impl Builder<'_> {
         self.warnings.extend(opened.warnings);
         let OpenFile { direct_align, .. } = &opened.file;
         let unit = *direct_align;
-        Ok((Storage::File(FileStorage::new(opened.file, &options)), opened.limits, unit))
+        Ok((Storage::File(Box::new(FileStorage::new(opened.file, &options))), opened.limits, unit))
     }
 
     /// The file that the image at `path` calls `name`, if the gate lets it through.
