@@ -24,10 +24,10 @@ pub struct Layer<'a> {
     pub size: u64,
     /// Incompatible features.
     pub incompatible: u64,
-    l1_at: u64,
-    l1_len: u64,
-    table_at: u64,
-    table_clusters: u64,
+    /// The active L1 table: offset, entries.
+    l1: (u64, u64),
+    /// The refcount table: offset, clusters.
+    table: (u64, u64),
     snapshots: Vec<Snapshot>,
     snapshots_at: (u64, u64),
     refcount_bits: u64,
@@ -94,10 +94,8 @@ impl<'a> Layer<'a> {
             cluster: 1 << bits,
             size: long(24),
             incompatible: if v3 { long(72) } else { 0 },
-            l1_at: long(40),
-            l1_len: u64::from(word(36)),
-            table_at: long(48),
-            table_clusters: u64::from(word(56)),
+            l1: (long(40), u64::from(word(36))),
+            table: (long(48), u64::from(word(56))),
             snapshots: Vec::new(),
             snapshots_at: (long(64), 0),
             refcount_bits: if v3 { 1 << word(96).min(6) } else { 16 },
@@ -219,7 +217,7 @@ impl<'a> Layer<'a> {
     /// # Errors
     /// A compressed cluster that can't be read.
     pub fn read(&self, backing: &[u8], inflate: Inflate<'_>) -> Result<Vec<u8>, String> {
-        self.read_at((self.l1_at, self.l1_len), self.size, backing, inflate)
+        self.read_at(self.l1, self.size, backing, inflate)
     }
 
     /// The whole content of the disk at a snapshot.
@@ -265,10 +263,10 @@ impl<'a> Layer<'a> {
     fn refcount(&self, host: u64) -> u64 {
         let per_block = self.cluster * 8 / self.refcount_bits;
         let (block, index) = (host / per_block, host % per_block);
-        if block >= self.table_clusters * self.cluster / 8 {
+        if block >= self.table.1 * self.cluster / 8 {
             return 0;
         }
-        let at = be(self.bytes, self.table_at + 8 * block, 8) & !511;
+        let at = be(self.bytes, self.table.0 + 8 * block, 8) & !511;
         if at == 0 {
             return 0;
         }
@@ -285,9 +283,9 @@ impl<'a> Layer<'a> {
     pub fn check(&self) -> Check {
         let mut uses = Uses { cluster: self.cluster, end: self.bytes.len() as u64, ..Uses::default() };
         uses.add("header", 0, self.cluster);
-        uses.add("refcount table", self.table_at, self.table_clusters * self.cluster);
-        for i in 0..self.table_clusters * self.cluster / 8 {
-            let block = be(self.bytes, self.table_at + 8 * i, 8) & !511;
+        uses.add("refcount table", self.table.0, self.table.1 * self.cluster);
+        for i in 0..self.table.1 * self.cluster / 8 {
+            let block = be(self.bytes, self.table.0 + 8 * i, 8) & !511;
             if block != 0 {
                 uses.add("refcount block", block, self.cluster);
             }
@@ -297,7 +295,7 @@ impl<'a> Layer<'a> {
             uses.add("LUKS header", at, len);
         }
         self.count_bitmaps(&mut uses);
-        self.count_tree(&mut uses, self.l1_at, self.l1_len);
+        self.count_tree(&mut uses, self.l1.0, self.l1.1);
         for s in &self.snapshots {
             self.count_tree(&mut uses, s.l1_at, s.l1_len);
         }
@@ -320,8 +318,8 @@ impl<'a> Layer<'a> {
     /// COPIED in the active tables exactly where the refcount is one; clusters used twice only where snapshots share them.
     fn check_copied(&self, uses: &Uses, check: &mut Check) {
         let wrong = |copied: bool, host: u64| !self.dirty() && copied != (self.refcount(host / self.cluster) == 1);
-        for l1 in 0..self.l1_len {
-            let word = be(self.bytes, self.l1_at + 8 * l1, 8);
+        for l1 in 0..self.l1.1 {
+            let word = be(self.bytes, self.l1.0 + 8 * l1, 8);
             let table = word & OFFSET;
             if table == 0 {
                 continue;
