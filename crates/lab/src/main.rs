@@ -113,7 +113,8 @@ fn run(flags: &flags::Run) -> Result<ExitCode> {
 
 /// The place that was asked for, or the one that fits this host.
 fn choose(flag: PlaceFlag, tare: Option<&Path>) -> Result<Box<dyn Place>> {
-    let say = |text: &str, _: Option<f64>| eprintln!("tare-lab: {text}");
+    let making = progress::Making::new();
+    let say = |step: &str, done: Option<f64>| making.tell(step, done);
     let direct = match flag {
         PlaceFlag::Direct => true,
         PlaceFlag::Lab => false,

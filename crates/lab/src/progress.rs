@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the user sees while samples are taken: a bar with what runs and how long is left on a terminal, plain lines in a log.
+//! What the user sees while the lab is made and samples are taken: a bar with what runs and how long is left on a terminal, plain lines in a log.
 //!
 //! Told by the scheduler's workers, from any thread; all state is under one lock.
 
@@ -7,7 +7,7 @@ use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::scenario::Bundle;
 use crate::schedule::{News, Task};
@@ -117,6 +117,64 @@ fn pair(task: &Task) -> (usize, usize) {
     (task.bundle, task.subject)
 }
 
+/// What all steps of making the lab take together on two cores with a quick network: the first guess, until the pace is known.
+const MAKING: Duration = Duration::from_secs(240);
+
+/// The display while the lab's images and machine are made.
+pub struct Making {
+    start: Instant,
+    /// How far it was when the first step began: some may be in the cache.
+    first: Mutex<Option<f64>>,
+    bar: Option<ProgressBar>,
+}
+
+impl Making {
+    /// Nothing is shown until the first step.
+    pub fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::hidden();
+            bar.set_length(100);
+            if let Ok(style) = ProgressStyle::with_template("{bar:28} {pos:>3} %  {msg}, {elapsed} so far") {
+                bar.set_style(style.progress_chars("=> "));
+            }
+            bar
+        });
+        Self { start: Instant::now(), first: Mutex::new(None), bar }
+    }
+
+    /// A step begins; `done` is the share of all work that lies behind it, 0 to 1.
+    pub fn tell(&self, step: &str, done: Option<f64>) {
+        let done = done.unwrap_or_default();
+        let first = *self.first.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(done);
+        let left = duration(making_left(self.start.elapsed(), first, done));
+        match &self.bar {
+            Some(bar) => {
+                if bar.is_hidden() {
+                    bar.set_draw_target(ProgressDrawTarget::stderr());
+                    bar.enable_steady_tick(Duration::from_millis(500));
+                }
+                bar.set_position((done * 100.0) as u64);
+                bar.set_message(format!("{step}, about {left} left"));
+            }
+            None => eprintln!("tare-lab: {step}, about {left} left"),
+        }
+    }
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// The time left when `done` is behind and `first` was when it began.
+fn making_left(elapsed: Duration, first: f64, done: f64) -> Duration {
+    let behind = done - first;
+    if behind > 0.0 { elapsed.mul_f64((1.0 - done) / behind) } else { MAKING.mul_f64(1.0 - done) }
+}
+
 /// The time left at the pace so far; `None` before the first sample and after the last.
 fn left(elapsed: Duration, done: usize, total: usize) -> Option<Duration> {
     let remaining = total.checked_sub(done).filter(|n| *n > 0)?;
@@ -139,6 +197,8 @@ mod tests {
         assert_eq!(left(secs(10), 0, 4), None);
         assert_eq!(left(secs(10), 1, 4), Some(secs(30)));
         assert_eq!(left(secs(40), 4, 4), None);
+        assert_eq!(making_left(secs(0), 0.0, 0.0), MAKING);
+        assert_eq!(making_left(secs(30), 0.5, 0.75), secs(30));
         assert_eq!(duration(secs(89)), "89 s");
         assert_eq!(duration(secs(170)), "3 min");
     }

@@ -16,6 +16,7 @@ use super::qemu::Mode;
 use super::session::Stream;
 use super::snapshot::Snapshot;
 use super::standing::Standing;
+use crate::progress::Making;
 
 /// What to do with the lab machine.
 #[derive(Debug, Subcommand)]
@@ -74,6 +75,12 @@ extern "C" fn note(signal: libc::c_int) {
     SIGNAL.store(signal, Ordering::Relaxed);
 }
 
+/// The machine's snapshot, made if it is not there; says what it is doing meanwhile.
+fn saved(cache: &Cache, mode: Mode) -> Result<Snapshot> {
+    let making = Making::new();
+    Snapshot::get(cache, mode, &|| false, &|step, done| making.tell(step, done))
+}
+
 /// Does what `verb` says and gives the exit code of this program.
 ///
 /// # Errors
@@ -81,14 +88,13 @@ extern "C" fn note(signal: libc::c_int) {
 pub fn run(verb: Verb) -> Result<u8> {
     let cache = Cache::open()?;
     let standing = Standing::of(&cache);
-    let progress = |stage: &str, _: Option<f64>| eprintln!("tare-lab: {stage}");
     match verb {
         Verb::Up => {
             if standing.pid().is_some() {
                 eprintln!("tare-lab: the lab machine is up already");
                 return Ok(0);
             }
-            let snapshot = Snapshot::get(&cache, Mode::Threaded, &|| false, &progress)?;
+            let snapshot = saved(&cache, Mode::Threaded)?;
             standing.up(&snapshot, &|| false)?;
         }
         Verb::Exec { command } => {
@@ -111,7 +117,7 @@ pub fn run(verb: Verb) -> Result<u8> {
                 real_limit: seconds(real_limit)?,
                 quiet: counted,
             };
-            let snapshot = Snapshot::get(&cache, mode, &|| false, &progress)?;
+            let snapshot = saved(&cache, mode)?;
             let outcome = clone::run(&cache, &snapshot, &job, &|| false)?;
             print(Stream::Out, &outcome.stdout)?;
             print(Stream::Err, &outcome.stderr)?;
@@ -128,7 +134,7 @@ pub fn run(verb: Verb) -> Result<u8> {
         }
         Verb::Make => {
             for mode in [Mode::Counted, Mode::Threaded] {
-                Snapshot::get(&cache, mode, &|| false, &progress)?;
+                saved(&cache, mode)?;
             }
         }
         Verb::Down => standing.down()?,

@@ -66,10 +66,10 @@ impl Guest {
 /// When a tool is missing or fails; the text quotes it.
 pub fn guest(cache: &Cache, progress: Progress<'_>) -> Result<Guest> {
     let folder = cache.get("guest", recipe::guest_key(), &mut |folder| {
-        progress("guest image: fetching Debian", None);
+        progress("guest image: fetching Debian", Some(0.0));
         let root = folder.join("root");
         bootstrap(&root, recipe::GUEST_PACKAGES, &[], folder)?;
-        progress("guest image: making its disk", None);
+        progress("guest image: making its disk", Some(0.45));
         let kernel = find_kernel(&root)?;
         fs::copy(root.join(format!("boot/vmlinuz-{kernel}")), folder.join("vmlinuz"))?;
         fs::copy(root.join(format!("boot/initrd.img-{kernel}")), folder.join("initrd.img"))?;
@@ -102,7 +102,7 @@ pub fn both(cache: &Cache, progress: Progress<'_>) -> Result<(Guest, PathBuf)> {
     std::thread::scope(|scope| {
         let base = scope.spawn(|| machine_base(cache));
         let guest = guest(cache, progress)?;
-        progress("lab machine: fetching Debian", None);
+        progress("lab machine: fetching Debian", Some(0.5));
         let base = base.join().map_err(|_| anyhow!("the thread that fetched the lab machine's Debian panicked"))??;
         let root = machine_root(cache, &guest, &base, progress)?;
         Ok((guest, root))
@@ -123,7 +123,7 @@ fn machine_base(cache: &Cache) -> Result<PathBuf> {
 
 fn machine_root(cache: &Cache, guest: &Guest, base: &Path, progress: Progress<'_>) -> Result<PathBuf> {
     let folder = cache.get("machine", recipe::machine_key(), &mut |folder| {
-        progress("lab machine: packing its root", None);
+        progress("lab machine: packing its root", Some(0.6));
         let (root, log) = (folder.join("root"), folder.join("log"));
         run(Command::new("cp").arg("-a").arg(base).arg(&root), TOOL, &log)?;
         for drop in recipe::MACHINE_DROPS {

@@ -126,7 +126,7 @@ struct Parts<'a> {
 
 fn build(mode: Mode, folder: &Path, parts: &Parts<'_>, stop: &dyn Fn() -> bool, progress: Progress<'_>) -> Result<()> {
     let Parts { guest, root, agent } = *parts;
-    progress("lab machine: booting it for the first time", None);
+    progress("lab machine: booting it for the first time", Some(0.65));
     let initrd = folder.join("initrd");
     let mut joined = File::create(&initrd)?;
     for part in [root, &image::agent_archive(agent, folder)?] {
@@ -135,12 +135,12 @@ fn build(mode: Mode, folder: &Path, parts: &Parts<'_>, stop: &dyn Fn() -> bool, 
     let run = folder.join("run");
     let mut machine = Machine::boot(mode, &run, &folder.join("memory"), &guest.kernel(), &initrd)?;
     machine.await_agent(BOOT, stop)?;
-    progress("lab machine: filling its disk", None);
+    progress("lab machine: filling its disk", Some(0.8));
     let mailbox = machine.mailbox();
     let mut check = || if stop() { bail!("interrupted") } else { machine.check() };
     let mut watch = Watch { deadline: Instant::now() + FILL, check: &mut check };
     fill(&mailbox, guest, &mut watch)?;
-    progress("lab machine: saving it", None);
+    progress("lab machine: saving it", Some(0.95));
     machine.save(&folder.join("devices"))?;
     fs::remove_dir_all(&run)?;
     fs::remove_file(folder.join("agent.cpio"))?;
