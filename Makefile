@@ -21,6 +21,7 @@ demo: deps build ## measure sysbench natively, under QEMU and under tare; table,
 	target/release/tare-lab run all --scale 0.1 --repeat 3 --budget 6 --subjects native,qemu,tare --html target/report --json target/report/report.json
 
 test: deps ## every check and test, end-to-end ones in the lab included
+	@scripts/install-deps test
 	cargo xtask check
 	cargo test --workspace --locked --quiet
 	$(MAKE) fuzz
@@ -29,7 +30,8 @@ test: deps ## every check and test, end-to-end ones in the lab included
 check: ## formatting, clippy, layers, sizes, unsafe code, words, dependencies
 	cargo xtask check
 
-unit: ## unit and property tests alone
+unit: deps ## unit and property tests alone
+	@scripts/install-deps test
 	cargo test --workspace --locked --quiet
 
 fuzz: ## each fuzz target for FUZZ_SECONDS (60)

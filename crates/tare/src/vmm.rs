@@ -54,8 +54,9 @@ pub fn console(vm: &Vm, raw: bool) -> Result<ConsoleIo, Failure> {
 /// [`Failure`]: a file can't be used, or the host or the monitor failed.
 pub fn start(vm: &Vm, io: &ConsoleIo) -> Result<(End, Weight), Failure> {
     let report = machine::run(vm, io).map_err(failure)?;
-    let json = serde_json::to_vec_pretty(&report.ledger)
+    let mut json = serde_json::to_vec_pretty(&report.ledger)
         .map_err(|e| Failure::monitor(format!("ledger can't be written, {e}: JSON; please report this line")))?;
+    json.push(b'\n');
     Ok((end(report.outcome), Weight { table: report.ledger.to_string(), json }))
 }
 

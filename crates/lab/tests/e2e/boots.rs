@@ -20,7 +20,7 @@ tare run --kernel /lab/vmlinuz --initrd /lab/initrd.img --disk path=/lab/root.ex
 sysbench cpu --cpu-max-prime=500 --time=1 --threads=2 run) >/dev/console'\"" </dev/null
 echo "status $?"
 echo "== ledger"
-cat /lab/ledger.json
+cat /lab/ledger.json; echo
 "#,
         &[],
     );

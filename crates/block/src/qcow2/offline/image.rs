@@ -59,6 +59,15 @@ impl Image {
         let header = Header::parse(&start[..got]).map_err(Error::format(path))?;
         let mut image =
             Image { medium, path: path.to_owned(), header, snapshots: Ok(Vec::new()), l1: Vec::new(), writable };
+        let l1 = image.header.l1;
+        // A table that the file does not hold costs memory for nothing; there is nothing in it to check or repair.
+        let room = image.size()?.next_multiple_of(image.header.cluster_size());
+        if l1.offset.saturating_add(u64::from(l1.count) * 8) > room {
+            return Error::refused(
+                path,
+                "has its L1 table past the end of the file, so it is cut short; restore it from a copy",
+            );
+        }
         image.l1 = image.read_numbers(image.header.l1.offset, u64::from(image.header.l1.count))?;
         image.snapshots = image.read_snapshots()?;
         Ok(image)
