@@ -171,6 +171,15 @@ fn play(case: &Case, backing: Option<(&Path, &str, &[u8])>, seed: u64) {
     }
 }
 
+/// Opens the image, changes it at random along with the model, and closes it.
+fn use_once(case: &Case, path: &Path, model: &mut [u8], rng: &mut Rng) {
+    let mut user = User::new(Disk::open(&options(case, path)).unwrap());
+    for _ in 0..8 {
+        step(&mut user, model, rng, case, 0..20);
+    }
+    user.disk.detach();
+}
+
 #[test]
 fn random_requests_on_images_of_all_shapes() {
     let _alone = alone();
@@ -269,12 +278,7 @@ fn what_a_snapshot_shares_is_never_written() {
         let mut kept = Vec::new();
         let mut rng = Rng(seed);
         for round in 0..3 {
-            let mut user = User::new(Disk::open(&options(&case, &path)).unwrap());
-            for _ in 0..8 {
-                step(&mut user, &mut model, &mut rng, &case, 0..20);
-            }
-            user.disk.detach();
-            drop(user);
+            use_once(&case, &path, &mut model, &mut rng);
             check(&path, &model, dir.path());
             if round < 2 {
                 qemu("qemu-img", &["snapshot", "-c", &format!("s{round}"), image]).unwrap();
@@ -434,12 +438,7 @@ fn an_external_data_file_is_where_the_data_goes() {
         let mut model = vec![0; 8 << 20];
         let mut rng = Rng(21);
         for _ in 0..3 {
-            let mut user = User::new(Disk::open(&options(&case, &path)).unwrap());
-            for _ in 0..8 {
-                step(&mut user, &mut model, &mut rng, &case, 0..20);
-            }
-            user.disk.detach();
-            drop(user);
+            use_once(&case, &path, &mut model, &mut rng);
             check(&path, &model, dir.path());
             if raw == "on" {
                 assert!(std::fs::read(&data).unwrap() == model, "the data file is a raw image");

@@ -38,6 +38,18 @@ impl Place {
         self.0.path().join(name)
     }
 
+    /// A server on the socket `s`, once it is there.
+    fn serve(&self, args: &[&str]) -> std::process::Child {
+        let server = Command::new(TARE).args(args).current_dir(self.0.path()).spawn().unwrap();
+        for _ in 0..500 {
+            if self.path("s").exists() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        server
+    }
+
     fn run(&self, program: &str, args: &[&str]) -> Ended {
         let output = Command::new(program).args(args).current_dir(self.0.path()).env("TZ", "UTC").output().unwrap();
         let stdout = String::from_utf8(output.stdout).unwrap();
@@ -422,17 +434,7 @@ fn qcow2_is_served_to_several_clients() {
     let Some(p) = Place::new() else { return };
     chained(&p, "cluster_size=64k");
     p.do_all(&["convert -f qcow2 -O raw top.qcow2 before.raw"]);
-    let mut server = Command::new(TARE)
-        .args(["img", "serve", "--nbd", "s", "-f", "qcow2", "top.qcow2"])
-        .current_dir(p.0.path())
-        .spawn()
-        .unwrap();
-    for _ in 0..500 {
-        if p.path("s").exists() {
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    let mut server = p.serve(&["img", "serve", "--nbd", "s", "-f", "qcow2", "top.qcow2"]);
     let uri = "nbd+unix:///top.qcow2?socket=s";
     assert_eq!(p.qemu(&["compare", "-f", "raw", "-F", "raw", uri, "before.raw"]).code, 0);
     let (map, local) = (
@@ -512,17 +514,7 @@ fn qemus_guest_boots_from_a_vhost_user_disk() {
     bytes.resize(8 << 20, 0);
     fs::write(p.path("boot.raw"), bytes).unwrap();
     p.do_all(&["convert -f raw -O qcow2 boot.raw boot.qcow2"]);
-    let mut server = Command::new(TARE)
-        .args(["img", "serve", "--vhost-user", "s", "-f", "qcow2", "--serial=tare-1", "boot.qcow2"])
-        .current_dir(p.0.path())
-        .spawn()
-        .unwrap();
-    for _ in 0..500 {
-        if p.path("s").exists() {
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    let mut server = p.serve(&["img", "serve", "--vhost-user", "s", "-f", "qcow2", "--serial=tare-1", "boot.qcow2"]);
     let ended = Command::new("timeout")
         .args("60 qemu-system-x86_64 -nodefaults -display none -M q35,accel=tcg,memory-backend=m -m 64".split(' '))
         .args("-object memory-backend-memfd,id=m,size=64M,share=on -chardev socket,id=c,path=s".split(' '))

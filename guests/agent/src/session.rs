@@ -257,13 +257,21 @@ fn run_quiet(line: &Line<'_>, exec: &Exec) -> Result<io::Result<()>, Gone> {
 }
 
 fn ends_within(child: &Child, limit_ns: u64) -> io::Result<bool> {
-    // SAFETY: plain system call on a child that is not reaped yet.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
-    let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
-    // SAFETY: the descriptor was just made for us alone.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let fd = pidfd(child.id())?;
     let limit_ms = i32::try_from(limit_ns.div_ceil(1_000_000)).unwrap_or(i32::MAX);
     Ok(readable(&fd, limit_ms))
+}
+
+/// A descriptor that can be read when the process has ended.
+///
+/// # Errors
+/// There is no such process.
+pub(crate) fn pidfd(process: u32) -> io::Result<OwnedFd> {
+    // SAFETY: no memory is involved.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, process, 0) };
+    let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
+    // SAFETY: the descriptor was just made for us alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 fn nanos(since: Instant) -> u64 {

@@ -15,6 +15,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::session;
+
 /// What a line has before a mark.
 const SIGN: &[u8] = b"@@lab ";
 /// A console line longer than this has no mark in its first part.
@@ -130,19 +132,13 @@ fn process_named_by(orders: &mut File) -> io::Result<OwnedFd> {
     let mut text = [0; 32];
     let n = orders.read(&mut text)?;
     let text = String::from_utf8_lossy(text.get(..n).unwrap_or_default());
-    let number: libc::pid_t = text.trim().parse().map_err(|_| {
+    let number = text.trim().parse().map_err(|_| {
         io::Error::new(
             io::ErrorKind::InvalidInput,
             format!("standard input should name a process, not '{}'", text.trim()),
         )
     })?;
-    // SAFETY: no memory is involved.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, number, 0) };
-    match i32::try_from(fd) {
-        // SAFETY: the descriptor was just made and is nobody else's.
-        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    }
+    session::pidfd(number)
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use base::Seg;
 
 use super::patience::Patience;
-use super::sys;
+use super::{bounce, sys};
 
 /// The smallest write that goes around, bytes.
 const LARGE: u64 = 64 << 10;
@@ -69,8 +69,11 @@ impl Around {
 
     /// Whether a write goes around the cache now.
     pub fn now(&mut self, segs: &[Seg], offset: u64, len: u64) -> bool {
-        let bits = segs.iter().fold(offset, |bits, s| bits | s.ptr as u64 | s.len as u64);
-        len >= LARGE && bits % PAGE == 0 && self.before <= LITTLE && self.since <= LITTLE && self.patience.try_now()
+        len >= LARGE
+            && bounce::aligned(segs, offset, PAGE)
+            && self.before <= LITTLE
+            && self.since <= LITTLE
+            && self.patience.try_now()
     }
 }
 

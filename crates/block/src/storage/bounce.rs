@@ -27,6 +27,12 @@ pub struct Bounce {
     turn: Arc<Mutex<()>>,
 }
 
+/// Whether the offset and every segment's address and length are multiples of `align`, a power of two.
+pub fn aligned(segs: &[Seg], offset: u64, align: u64) -> bool {
+    let bits = segs.iter().fold(offset, |bits, s| bits | s.ptr as u64 | s.len as u64);
+    bits & (align - 1) == 0
+}
+
 impl Bounce {
     /// A bounce for a file whose direct I/O wants multiples of `align` bytes, a power of two up to 4096.
     pub fn new(align: u32) -> Self {
@@ -40,8 +46,7 @@ impl Bounce {
 
     /// Whether the host takes the request as it is.
     pub fn fits(&self, segs: &[Seg], offset: u64) -> bool {
-        let bits = segs.iter().fold(offset, |bits, s| bits | s.ptr as u64 | s.len as u64);
-        bits & (self.align - 1) == 0
+        aligned(segs, offset, self.align)
     }
 
     /// Reads into `segs` through the buffer.

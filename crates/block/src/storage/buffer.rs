@@ -123,6 +123,19 @@ pub fn scatter(mut data: &[u8], segs: &[Seg]) {
     }
 }
 
+/// The bytes of the segments, copied.
+pub fn gather(segs: &[Seg]) -> Vec<u8> {
+    let mut data: Vec<u8> = Vec::with_capacity(segs.iter().map(|s| s.len).sum());
+    for seg in segs {
+        // SAFETY: the segment's bytes are mapped by the promise of its maker; `data` was just given room for all of them.
+        unsafe {
+            std::ptr::copy_nonoverlapping(seg.ptr.cast_const(), data.as_mut_ptr().wrapping_add(data.len()), seg.len);
+            data.set_len(data.len() + seg.len);
+        }
+    }
+    data
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

@@ -10,6 +10,8 @@ use base::{EventFd, Seg};
 
 use crate::disk::{Completion, Op, Request};
 
+use super::buffer::{fill_zero, gather, scatter};
+
 /// What a request changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
@@ -245,7 +247,9 @@ impl RecordStorage {
         let (id, waiting) = self.waiting.swap_remove(chosen);
         let result = match waiting {
             Waiting::Read { offset, segs } => {
-                scatter(&tape.bytes, offset, &segs);
+                // Past the end of the image there are zeroes.
+                fill_zero(&segs);
+                scatter(usize::try_from(offset).ok().and_then(|at| tape.bytes.get(at..)).unwrap_or_default(), &segs);
                 Ok(())
             }
             Waiting::Change { serial, change } => {
@@ -275,31 +279,5 @@ impl RecordStorage {
             // The only failure is a full counter, and then the user is awake anyway.
             let _ = wake.write(1);
         }
-    }
-}
-
-fn gather(segs: &[Seg]) -> Vec<u8> {
-    let mut data: Vec<u8> = Vec::with_capacity(segs.iter().map(|s| s.len).sum());
-    for seg in segs {
-        // SAFETY: the segment's bytes are mapped by the promise of its maker; `data` was just given room for all of them.
-        unsafe {
-            std::ptr::copy_nonoverlapping(seg.ptr.cast_const(), data.as_mut_ptr().wrapping_add(data.len()), seg.len);
-            data.set_len(data.len() + seg.len);
-        }
-    }
-    data
-}
-
-/// Past the end of the image there are zeroes.
-fn scatter(bytes: &[u8], offset: u64, segs: &[Seg]) {
-    let mut rest = usize::try_from(offset).ok().and_then(|at| bytes.get(at..)).unwrap_or_default();
-    for seg in segs {
-        let (here, after) = rest.split_at(seg.len.min(rest.len()));
-        // SAFETY: the segment's bytes stay mapped by the promise of its maker; both parts lie within it.
-        unsafe {
-            std::ptr::copy_nonoverlapping(here.as_ptr(), seg.ptr, here.len());
-            std::ptr::write_bytes(seg.ptr.wrapping_add(here.len()), 0, seg.len - here.len());
-        }
-        rest = after;
     }
 }
