@@ -23,7 +23,7 @@ demo: deps build ## measure sysbench natively, under QEMU and under tare; table,
 test: deps ## every check and test, end-to-end ones in the lab included
 	@scripts/install-deps test
 	cargo xtask check
-	cargo test --workspace --locked --quiet
+	cargo test --workspace --locked --quiet --no-fail-fast
 	$(MAKE) fuzz
 	$(MAKE) e2e
 
@@ -32,7 +32,7 @@ check: ## formatting, clippy, layers, sizes, unsafe code, words, dependencies
 
 unit: deps ## unit and property tests alone
 	@scripts/install-deps test
-	cargo test --workspace --locked --quiet
+	cargo test --workspace --locked --quiet --no-fail-fast
 
 fuzz: ## each fuzz target for FUZZ_SECONDS (60)
 	scripts/fuzz $(FUZZ_SECONDS)

@@ -447,11 +447,22 @@ mod tests {
         FileStorage::new(OpenFile { file, block_device: false, direct_align: 512 }, &options)
     }
 
-    fn flush(storage: &mut FileStorage) -> Option<i32> {
-        storage.submit(&Request { id: 0, op: Op::Flush, offset: 0, len: 0, segs: &[] });
+    /// One request to its end; on a slow medium that is the back end's.
+    fn serve(storage: &mut FileStorage, request: &Request<'_>) -> io::Result<()> {
+        storage.submit(request);
+        storage.commit();
         let mut done = Vec::new();
-        storage.reap(&mut done);
-        done.pop().unwrap().result.err().map(|e| e.raw_os_error().unwrap())
+        while done.is_empty() {
+            storage.reap(&mut done);
+            std::thread::yield_now();
+        }
+        assert_eq!(done.len(), 1);
+        done.pop().unwrap().result
+    }
+
+    fn flush(storage: &mut FileStorage) -> Option<i32> {
+        let request = Request { id: 0, op: Op::Flush, offset: 0, len: 0, segs: &[] };
+        serve(storage, &request).err().map(|e| e.raw_os_error().unwrap())
     }
 
     #[test]
@@ -500,11 +511,12 @@ mod tests {
             model[at..at + bytes.len()].copy_from_slice(&bytes);
             let segs = [Seg { ptr: source, len: bytes.len() }];
             let request = Request { id: 1, op: Op::Write, offset: at as u64, len, segs: &segs };
-            let answered = storage.ready.len();
-            let before = storage.around.as_ref().unwrap().taken;
-            storage.submit(&request);
+            let around = storage.around.as_mut().unwrap();
+            // However slow this medium is: the test is of agreement, not of the habit.
+            around.patience = Patience::default();
+            let before = around.taken;
+            serve(&mut storage, &request).unwrap();
             went_around += storage.around.as_ref().unwrap().taken - before;
-            assert_eq!(storage.ready.len(), answered + 1);
             if round % 3 == 0 {
                 assert_eq!(flush(&mut storage), None);
             }
@@ -513,7 +525,6 @@ mod tests {
             // SAFETY: the read above filled these SIZE bytes, and nothing writes them while the slice lives.
             let read = unsafe { std::slice::from_raw_parts(target, SIZE) };
             assert!(read == model, "round {round}");
-            assert!(storage.ready.drain(..).all(|c| c.result.is_ok()));
         }
         assert!(went_around > 20, "{went_around} writes went around");
         storage.detach();
