@@ -59,7 +59,10 @@ impl Place {
             return self.run(args);
         }
         let binary = self.path("tare");
-        fs::copy(common::TARE, &binary).unwrap();
+        // Copied by another process: a child that another test starts meanwhile would inherit a descriptor that writes to it,
+        // and for as long as there is one the copy can't be executed (ETXTBSY).
+        let copied = Command::new("cp").args([common::TARE, &binary]).status().unwrap();
+        assert!(copied.success());
         fs::set_permissions(self.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let mut command = Command::new(binary);
         command.args(["run", "--kernel", &self.kernel]).args(args).stdin(std::process::Stdio::null());
