@@ -25,7 +25,7 @@ fn use_image(data: &[u8]) {
     let qcow2 = Qcow2Options { l2_cache: Some(CACHE), backing: BackingGate::None, ..Qcow2Options::default() };
     let readonly = data.first().is_some_and(|_| data.len() % 4 == 0);
     let options = Options { qcow2, readonly, ..Options::qcow2("/nowhere/image.qcow2") };
-    let Ok(disk) = Disk::recorded_qcow2(&image, &options) else { return };
+    let Ok(disk) = Disk::recorded_qcow2(&image, None, &options) else { return };
     let size = disk.size();
     let Ok(mut player) = Player::new(disk) else { return };
     let rng = &mut Rng::new(data.len() as u64);

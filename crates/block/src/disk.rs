@@ -154,14 +154,14 @@ impl Disk {
         Ok(Self { body: Body::Qcow2(Box::new(handle)), path: path.to_owned(), warning: one_line(&warnings) })
     }
 
-    /// A disk on a qcow2 image in memory that logs each change, for tests of power cuts. Of `options`, the path is only a name
-    /// and the place from which backing files are looked for; a data file it can't have.
+    /// A disk on a qcow2 image in memory that logs each change, for tests of power cuts; `data` is its data file, if it says
+    /// that it has one. Of `options`, the path is only a name and the place from which backing files are looked for.
     ///
     /// # Errors
     /// See [`Error`].
-    pub fn recorded_qcow2(image: &RecordImage, options: &Options) -> Result<Self, Error> {
-        let storage = Storage::Record(RecordStorage::new(image.clone()));
-        Self::on_chain(chain::open_alone(storage, options)?, &options.path, Vec::new())
+    pub fn recorded_qcow2(image: &RecordImage, data: Option<&RecordImage>, options: &Options) -> Result<Self, Error> {
+        let storage = |image: &RecordImage| Storage::Record(RecordStorage::new(image.clone()));
+        Self::on_chain(chain::open_alone(storage(image), data.map(storage), options)?, &options.path, Vec::new())
     }
 
     /// As [`Disk::recorded_qcow2`], with faults staged by `plan` from the opening on.
@@ -171,7 +171,7 @@ impl Disk {
     pub fn faulty_qcow2(image: &MemImage, options: &Options, plan: &FaultPlan) -> Result<Self, Error> {
         let storage = Storage::Mem(MemStorage::new(image.clone()));
         let storage = Storage::Faults(Box::new(FaultStorage::new(storage, plan.clone())));
-        Self::on_chain(chain::open_alone(storage, options)?, &options.path, Vec::new())
+        Self::on_chain(chain::open_alone(storage, None, options)?, &options.path, Vec::new())
     }
 
     /// A disk in memory, for tests and tools.

@@ -61,6 +61,7 @@ impl Raw {
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
         }
         self.storage.set_len(bytes)?;
+        self.storage.sync_now()?;
         self.size.store(bytes, Ordering::Release);
         Ok(())
     }

@@ -43,7 +43,7 @@ impl Recorded {
     fn note(&self, change: Change) {
         let mut tape = self.lock();
         let serial = tape.log.len() as u64;
-        tape.log.push(Event::Begin { serial, change });
+        tape.log.push(Event::Begin { file: 0, serial, change });
         tape.log.push(Event::End { serial });
     }
 }
@@ -126,7 +126,7 @@ fn cut(what: &str, start: &[u8], backing: &[u8], change: impl FnOnce(&mut Image)
     let log = tape.lock().log.clone();
     let after = state(&end, backing, &mut leaks).unwrap_or_else(|e| panic!("{what}, after it: {e}"));
     assert_eq!(leaks, 0, "{what}: leaks");
-    let mut cuts = Cuts::new(start.to_vec(), &log);
+    let mut cuts = Cuts::new(vec![start.to_vec()], &log);
     let (mut made, rng) = (0, &mut Rng::new(1));
     loop {
         for luck in Luck::ALL {

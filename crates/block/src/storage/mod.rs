@@ -17,7 +17,7 @@ use std::io;
 
 use base::EventFd;
 
-use crate::disk::{Completion, Request};
+use crate::disk::{Completion, Op, Request};
 
 /// A place for bytes. An enum and no trait object: the calls on the way of each request are direct.
 #[derive(Debug)]
@@ -154,6 +154,15 @@ impl Storage {
             Self::Record(s) => s.image().set_len(len),
             Self::Gone => Err(io::Error::from_raw_os_error(libc::ENODEV)),
         }
+    }
+
+    /// Makes everything that is done durable, its length too, and waits for that, whoever is attached.
+    pub fn sync_now(&self) -> io::Result<()> {
+        let mut own = self.share().ok_or_else(|| io::Error::from_raw_os_error(libc::EOPNOTSUPP))?;
+        own.submit(&Request { id: 0, op: Op::Flush, offset: 0, len: 0, segs: &[] });
+        let mut done = Vec::new();
+        own.reap(&mut done);
+        done.pop().map_or_else(|| Err(io::Error::from_raw_os_error(libc::EIO)), |d| d.result)
     }
 
     /// Makes it `len` bytes long, from `old` bytes, with the host's promise of space where it gives one. New bytes are zeroes.

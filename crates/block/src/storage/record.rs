@@ -40,6 +40,8 @@ pub enum Change {
 pub enum Event {
     /// A request was taken; from here on its change may reach the medium, whole or in part.
     Begin {
+        /// Of which file: 0 is the first of those that share a log.
+        file: usize,
         /// Ties the two ends together.
         serial: u64,
         /// What it is about to do.
@@ -54,32 +56,29 @@ pub enum Event {
     Mark(u64),
 }
 
-#[derive(Debug, Default)]
-struct Tape {
+#[derive(Debug)]
+struct Content {
     bytes: Vec<u8>,
-    log: Vec<Event>,
-    serial: u64,
-    dice: u64,
     limit: u64,
 }
 
-impl Tape {
-    fn roll(&mut self, sides: usize) -> usize {
-        self.dice ^= self.dice << 13;
-        self.dice ^= self.dice >> 7;
-        self.dice ^= self.dice << 17;
-        (self.dice.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % sides.max(1)
-    }
+#[derive(Debug, Default)]
+struct Tape {
+    files: Vec<Content>,
+    log: Vec<Event>,
+    serial: u64,
+    dice: u64,
+}
 
-    fn begin(&mut self, change: Change) -> u64 {
-        self.serial += 1;
-        self.log.push(Event::Begin { serial: self.serial, change });
-        self.serial
+impl Content {
+    fn new(bytes: Vec<u8>) -> Self {
+        Self { bytes, limit: u64::MAX }
     }
 
     /// Makes room up to `end`, as writing to a file does.
     fn reach(&mut self, end: u64) -> io::Result<usize> {
-        if end > self.limit {
+        // What is past the limit already can still be written to.
+        if end > self.limit.max(self.bytes.len() as u64) {
             return Err(io::Error::from_raw_os_error(libc::ENOSPC));
         }
         let end = usize::try_from(end).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
@@ -109,18 +108,50 @@ impl Tape {
     }
 }
 
-/// The bytes of a recorded image and the log of their changes; clones share them.
+impl Tape {
+    fn roll(&mut self, sides: usize) -> usize {
+        self.dice ^= self.dice << 13;
+        self.dice ^= self.dice >> 7;
+        self.dice ^= self.dice << 17;
+        (self.dice.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % sides.max(1)
+    }
+
+    fn begin(&mut self, file: usize, change: Change) -> u64 {
+        self.serial += 1;
+        self.log.push(Event::Begin { file, serial: self.serial, change });
+        self.serial
+    }
+
+    fn bytes(&self, file: usize) -> &[u8] {
+        self.files.get(file).map_or(&[], |f| &f.bytes)
+    }
+
+    fn apply(&mut self, file: usize, change: &Change) -> io::Result<()> {
+        self.files.get_mut(file).map_or(Ok(()), |f| f.apply(change))
+    }
+}
+
+/// The bytes of a recorded file and the log of their changes; clones share them.
 #[derive(Clone, Debug)]
 pub struct RecordImage {
     tape: Arc<Mutex<Tape>>,
+    file: usize,
 }
 
 impl RecordImage {
     /// An image with this content, all of it durable; `seed` decides the order of completions.
     #[must_use]
     pub fn new(bytes: Vec<u8>, seed: u64) -> Self {
-        let tape = Tape { bytes, dice: seed | 1, limit: u64::MAX, ..Tape::default() };
-        Self { tape: Arc::new(Mutex::new(tape)) }
+        let tape = Tape { files: vec![Content::new(bytes)], dice: seed | 1, ..Tape::default() };
+        Self { tape: Arc::new(Mutex::new(tape)), file: 0 }
+    }
+
+    /// Another file on the same medium: the power goes off for both at once, so they share one log.
+    #[must_use]
+    pub fn beside(&self, bytes: Vec<u8>) -> Self {
+        let mut tape = self.lock();
+        tape.files.push(Content::new(bytes));
+        Self { tape: Arc::clone(&self.tape), file: tape.files.len() - 1 }
     }
 
     fn lock(&self) -> MutexGuard<'_, Tape> {
@@ -130,7 +161,7 @@ impl RecordImage {
     /// Bytes in it.
     #[must_use]
     pub fn len(&self) -> u64 {
-        self.lock().bytes.len() as u64
+        self.lock().bytes(self.file).len() as u64
     }
 
     /// Whether it holds no byte.
@@ -142,7 +173,7 @@ impl RecordImage {
     /// A copy of the content as it is now.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
-        self.lock().bytes.clone()
+        self.lock().bytes(self.file).to_vec()
     }
 
     /// The log so far.
@@ -156,9 +187,11 @@ impl RecordImage {
         self.lock().log.push(Event::Mark(mark));
     }
 
-    /// The medium has so many bytes: what would reach past them fails with `ENOSPC` and changes nothing.
+    /// The medium has so many bytes: what would make the file longer than that fails with `ENOSPC` and changes nothing.
     pub fn limit(&self, bytes: u64) {
-        self.lock().limit = bytes;
+        if let Some(file) = self.lock().files.get_mut(self.file) {
+            file.limit = bytes;
+        }
     }
 
     /// Gives the file another length, at once and in the log.
@@ -167,8 +200,8 @@ impl RecordImage {
     /// `ENOSPC` past the limit.
     pub fn set_len(&self, len: u64) -> io::Result<()> {
         let mut tape = self.lock();
-        let serial = tape.begin(Change::Resize(len));
-        let result = tape.apply(&Change::Resize(len));
+        let serial = tape.begin(self.file, Change::Resize(len));
+        let result = tape.apply(self.file, &Change::Resize(len));
         tape.log.push(Event::End { serial });
         result
     }
@@ -227,7 +260,7 @@ impl RecordStorage {
             Op::Flush => Change::Sync,
             Op::Discard | Op::WriteZeroes { .. } => Change::Zeroes { offset, len },
         };
-        let serial = self.image.lock().begin(change.clone());
+        let serial = self.image.lock().begin(self.image.file, change.clone());
         self.waiting.push((request.id, Waiting::Change { serial, change }));
         self.settle();
     }
@@ -249,11 +282,12 @@ impl RecordStorage {
             Waiting::Read { offset, segs } => {
                 // Past the end of the image there are zeroes.
                 fill_zero(&segs);
-                scatter(usize::try_from(offset).ok().and_then(|at| tape.bytes.get(at..)).unwrap_or_default(), &segs);
+                let bytes = tape.bytes(self.image.file);
+                scatter(usize::try_from(offset).ok().and_then(|at| bytes.get(at..)).unwrap_or_default(), &segs);
                 Ok(())
             }
             Waiting::Change { serial, change } => {
-                let result = tape.apply(&change);
+                let result = tape.apply(self.image.file, &change);
                 tape.log.push(Event::End { serial });
                 result
             }

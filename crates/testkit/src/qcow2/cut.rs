@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every image a power cut could leave, from the log of a `block::RecordImage`: what was synced is there; of each change
-//! since, any part, in units of 512 bytes and in any order.
+//! Everything a power cut could leave, from the log of a `block::RecordImage` and those beside it: what was synced is there; of
+//! each change since, any part, in units of 512 bytes and in any order.
 
 use block::{Change, Event};
 
@@ -25,16 +25,33 @@ pub enum Luck {
     AllButOne,
     /// All did, but in another order.
     Shuffled,
+    /// Those of one file did, and of the others none.
+    OneFile,
 }
 
 impl Luck {
     /// All kinds.
-    pub const ALL: [Self; 7] =
-        [Self::None, Self::All, Self::Some, Self::Torn, Self::One, Self::AllButOne, Self::Shuffled];
+    pub const ALL: [Self; 8] =
+        [Self::None, Self::All, Self::Some, Self::Torn, Self::One, Self::AllButOne, Self::Shuffled, Self::OneFile];
 }
 
-#[derive(Debug)]
+/// Whether the host keeps its word.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Host {
+    /// A sync that was answered is a sync.
+    #[default]
+    Honest,
+    /// It answers syncs and does nothing. For tests of the tests: nothing can be safe on it.
+    Deaf,
+    /// One sync in two, the first of them, is nothing.
+    HardOfHearing,
+    /// A sync covers only what began before the last one.
+    Late,
+}
+
+#[derive(Clone, Copy, Debug)]
 struct Pending<'a> {
+    file: usize,
     serial: u64,
     change: &'a Change,
     ended: bool,
@@ -45,17 +62,27 @@ struct Pending<'a> {
 pub struct Cuts<'a> {
     log: &'a [Event],
     at: usize,
-    durable: Vec<u8>,
+    durable: Vec<Vec<u8>>,
     pending: Vec<Pending<'a>>,
     syncs: Vec<(u64, Vec<u64>)>,
     now: u64,
+    host: Host,
+    heard: u64,
+    last: Vec<u64>,
 }
 
 impl<'a> Cuts<'a> {
-    /// At the beginning of `log`, with what the image held then.
+    /// At the beginning of `log`, with what its files held then.
     #[must_use]
-    pub fn new(start: Vec<u8>, log: &'a [Event]) -> Self {
-        Self { log, at: 0, durable: start, pending: Vec::new(), syncs: Vec::new(), now: 0 }
+    pub fn new(start: Vec<Vec<u8>>, log: &'a [Event]) -> Self {
+        Self::on(Host::Honest, start, log)
+    }
+
+    /// The same on a host that may lie.
+    #[must_use]
+    pub fn on(host: Host, start: Vec<Vec<u8>>, log: &'a [Event]) -> Self {
+        let (pending, syncs, last) = (Vec::new(), Vec::new(), Vec::new());
+        Self { log, at: 0, durable: start, pending, syncs, now: 0, host, heard: 0, last }
     }
 
     /// The last mark passed.
@@ -76,21 +103,41 @@ impl<'a> Cuts<'a> {
         self.at += 1;
         match event {
             Event::Mark(mark) => self.now = *mark,
-            Event::Begin { serial, change: Change::Sync } => {
-                let covered = self.pending.iter().filter(|p| p.ended).map(|p| p.serial).collect();
+            Event::Begin { file, serial, change: Change::Sync } => {
+                let covered = self.covered(*file);
                 self.syncs.push((*serial, covered));
             }
-            Event::Begin { serial, change } => self.pending.push(Pending { serial: *serial, change, ended: false }),
+            Event::Begin { file, serial, change } => {
+                self.pending.push(Pending { file: *file, serial: *serial, change, ended: false });
+            }
             Event::End { serial } => self.end(*serial),
         }
         true
+    }
+
+    /// What a sync of a file that begins now makes durable.
+    fn covered(&mut self, file: usize) -> Vec<u64> {
+        let all: Vec<u64> = self.pending.iter().filter(|p| p.ended && p.file == file).map(|p| p.serial).collect();
+        self.heard += 1;
+        match self.host {
+            Host::Honest => all,
+            Host::Deaf => Vec::new(),
+            Host::HardOfHearing if self.heard % 2 == 1 => Vec::new(),
+            Host::HardOfHearing => all,
+            Host::Late => {
+                let old = std::mem::replace(&mut self.last, all.clone());
+                all.into_iter().filter(|s| old.contains(s)).collect()
+            }
+        }
     }
 
     fn end(&mut self, serial: u64) {
         if let Some(sync) = self.syncs.iter().position(|s| s.0 == serial) {
             let covered = self.syncs.swap_remove(sync).1;
             for pending in self.pending.iter().filter(|p| covered.contains(&p.serial)) {
-                apply(&mut self.durable, pending.change, |_| true);
+                if let Some(durable) = self.durable.get_mut(pending.file) {
+                    apply(durable, pending.change, |_| true);
+                }
             }
             self.pending.retain(|p| !covered.contains(&p.serial));
         } else if let Some(at) = self.pending.iter().position(|p| p.serial == serial) {
@@ -102,11 +149,18 @@ impl<'a> Cuts<'a> {
         }
     }
 
-    /// An image that a cut here could leave.
+    /// What a cut here could leave of the first file.
     #[must_use]
     pub fn image(&self, luck: Luck, rng: &mut Rng) -> Vec<u8> {
-        let mut bytes = self.durable.clone();
+        self.files(luck, rng).into_iter().next().unwrap_or_default()
+    }
+
+    /// What a cut here could leave of each file.
+    #[must_use]
+    pub fn files(&self, luck: Luck, rng: &mut Rng) -> Vec<Vec<u8>> {
+        let mut files = self.durable.clone();
         let chosen = rng.below(self.pending.len() as u64) as usize;
+        let lucky = rng.below(files.len() as u64) as usize;
         let mut order: Vec<usize> = (0..self.pending.len()).collect();
         if luck == Luck::Shuffled {
             for i in (1..order.len()).rev() {
@@ -114,18 +168,20 @@ impl<'a> Cuts<'a> {
             }
         }
         for i in order {
+            let Pending { file, change, .. } = self.pending[i];
             let whole = match luck {
                 Luck::None => false,
                 Luck::All | Luck::Shuffled | Luck::Torn => true,
                 Luck::Some => rng.one_in(2),
                 Luck::One => i == chosen,
                 Luck::AllButOne => i != chosen,
+                Luck::OneFile => file == lucky,
             };
-            if whole {
-                apply(&mut bytes, self.pending[i].change, |_| luck != Luck::Torn || rng.one_in(2));
+            if let (true, Some(bytes)) = (whole, files.get_mut(file)) {
+                apply(bytes, change, |_| luck != Luck::Torn || rng.one_in(2));
             }
         }
-        bytes
+        files
     }
 
     /// How many changes a cut here would put at stake.
@@ -169,7 +225,7 @@ mod tests {
     use super::*;
 
     fn begin(serial: u64, change: Change) -> Event {
-        Event::Begin { serial, change }
+        Event::Begin { file: 0, serial, change }
     }
 
     fn write(fill: u8) -> Change {
@@ -186,7 +242,7 @@ mod tests {
             Event::End { serial: 2 },
             Event::End { serial: 3 },
         ];
-        let mut cuts = Cuts::new(Vec::new(), &log);
+        let mut cuts = Cuts::new(vec![Vec::new()], &log);
         let rng = &mut Rng::new(1);
         cuts.step();
         assert_eq!(cuts.image(Luck::None, rng), []);
@@ -200,5 +256,23 @@ mod tests {
         });
         assert!(torn, "sectors fare alone");
         assert_eq!(cuts.at_stake(), 1);
+        let mut deaf = Cuts::on(Host::Deaf, vec![Vec::new()], &log);
+        while deaf.step() {}
+        assert_eq!((deaf.image(Luck::None, rng), deaf.at_stake()), (Vec::new(), 2));
+    }
+
+    #[test]
+    fn a_sync_is_of_one_file() {
+        let log = [
+            begin(1, write(1)),
+            Event::End { serial: 1 },
+            Event::Begin { file: 1, serial: 2, change: write(2) },
+            Event::End { serial: 2 },
+            begin(3, Change::Sync),
+            Event::End { serial: 3 },
+        ];
+        let mut cuts = Cuts::new(vec![Vec::new(); 2], &log);
+        while cuts.step() {}
+        assert_eq!(cuts.files(Luck::None, &mut Rng::new(1)), [vec![1; 1024], Vec::new()]);
     }
 }

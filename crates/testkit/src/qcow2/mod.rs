@@ -4,6 +4,7 @@
 //! options of images in rows that cover each pair. Used by the tests of `block` and by fuzz targets.
 
 pub mod counting;
+pub mod crew;
 pub mod cut;
 pub mod history;
 pub mod model;
@@ -13,6 +14,7 @@ pub mod reader;
 pub mod rng;
 
 pub use counting::Counting;
+pub use crew::Crew;
 pub use cut::Cuts;
 pub use history::{Batch, History, Item, Step};
 pub use model::{Bytes, Ledger};

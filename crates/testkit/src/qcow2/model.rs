@@ -88,13 +88,15 @@ struct Value {
 pub struct Ledger {
     sectors: Vec<Vec<Value>>,
     flushes: Vec<(u64, u64)>,
+    /// Bytes of the disk, from when on, since when for sure.
+    sizes: Vec<(u64, u64, u64)>,
 }
 
 impl Ledger {
     /// A disk whose sector `n` holds, durably, the content named `initial(n)`.
     pub fn new(size: u64, initial: impl Fn(u64) -> u32) -> Self {
         let value = |n| vec![Value { id: initial(n), begin: 0, end: 0, maybe: false }];
-        Self { sectors: (0..size / SECTOR).map(value).collect(), flushes: Vec::new() }
+        Self { sectors: (0..size / SECTOR).map(value).collect(), flushes: Vec::new(), sizes: vec![(size, 0, 0)] }
     }
 
     /// A disk that holds this, durably: contents as `fill` makes them, each sector whole.
@@ -143,6 +145,48 @@ impl Ledger {
         }
     }
 
+    /// The disk is to get another size, at `now`, with nothing in flight.
+    pub fn begin_resize(&mut self, bytes: u64, now: u64) {
+        self.sizes.push((bytes, now, NEVER));
+        let sectors = (bytes / SECTOR) as usize;
+        for cut_off in self.sectors.iter_mut().skip(sectors) {
+            cut_off.push(Value { id: 0, begin: now, end: NEVER, maybe: false });
+        }
+        let zero = || vec![Value { id: 0, begin: 0, end: 0, maybe: false }];
+        self.sectors.resize_with(sectors.max(self.sectors.len()), zero);
+    }
+
+    /// The resize that was begun last was answered: what it did is durable, and all before it.
+    pub fn end_resize(&mut self, now: u64, ok: bool) {
+        let Some(size) = self.sizes.last_mut() else { return };
+        if !ok {
+            // The disk may have either size and, past the smaller one, zeroes.
+            return;
+        }
+        size.2 = now;
+        let begun = size.1;
+        for sector in &mut self.sectors {
+            if let Some(value) = sector.last_mut().filter(|v| v.begin == begun) {
+                value.end = now;
+            }
+        }
+        self.flushes.push((now, now));
+    }
+
+    /// The sizes that the disk may have if the power was cut at `now`.
+    fn may_measure(&self, now: u64) -> &[(u64, u64, u64)] {
+        let sure = self.sizes.iter().rposition(|s| s.2 <= now).unwrap_or(0);
+        let begun = self.sizes.iter().rposition(|s| s.1 <= now).unwrap_or(0);
+        &self.sizes[sure..=begun]
+    }
+
+    /// From which sector on a shrink that is under way at `now` may show anything: what the guest gave up is not the
+    /// engine's to keep, nor to hide what lies below it before it is cut off.
+    fn given_up(&self, now: u64) -> u64 {
+        let sizes = self.may_measure(now);
+        if sizes.len() < 2 { NEVER } else { sizes.iter().map(|s| s.0).min().unwrap_or(0) / SECTOR }
+    }
+
     /// The names of the contents that sector `n` may hold if the power was cut at `now`.
     fn may_hold(&self, n: u64, flushed: u64, now: u64) -> impl Iterator<Item = u32> + '_ {
         let values = &self.sectors[n as usize];
@@ -162,12 +206,16 @@ impl Ledger {
     /// The first sector that can't be, and why.
     pub fn check(&self, content: &[u8], now: u64) -> Result<(), String> {
         let flushed = self.flushed(now);
+        if !self.may_measure(now).iter().any(|s| s.0 == content.len() as u64) {
+            return Err(format!("the disk has {} bytes, which is none of {:?}", content.len(), self.may_measure(now)));
+        }
+        let given_up = self.given_up(now);
         for (n, sector) in content.chunks(SECTOR as usize).enumerate() {
             let n = n as u64;
             let Some(found) = name_of(sector, n) else {
                 return Err(format!("sector {n} is torn or strange: {:02x?}...", &sector[..sector.len().min(16)]));
             };
-            if !self.may_hold(n, flushed, now).any(|id| id == found) {
+            if n < given_up && !self.may_hold(n, flushed, now).any(|id| id == found) {
                 let may: Vec<u32> = self.may_hold(n, flushed, now).collect();
                 return Err(format!(
                     "sector {n} holds {found}, which is none of {may:?} (time {now}, flushed {flushed})"
@@ -213,6 +261,22 @@ mod tests {
         ledger.begin(&Step::Flush, 9);
         ledger.end(&Step::Flush, 9, 10, true);
         assert!(holds(&ledger, 3, 10) && holds(&ledger, 0, 10) && !holds(&ledger, 1, 10));
+    }
+
+    #[test]
+    fn a_resize_is_all_or_nothing() {
+        let mut ledger = Ledger::new(1024, |_| 1);
+        ledger.begin_resize(512, 1);
+        let (long, short) = ([fill(1, 0, 512), fill(1, 512, 512)].concat(), fill(1, 0, 512));
+        assert!(ledger.check(&long, 1).is_ok() && ledger.check(&short, 1).is_ok());
+        ledger.end_resize(2, true);
+        assert!(ledger.check(&long, 2).is_err() && ledger.check(&short, 2).is_ok());
+        ledger.begin_resize(1536, 3);
+        let grown = [fill(1, 0, 512), vec![0; 1024]].concat();
+        assert!(ledger.check(&grown, 3).is_ok() && ledger.check(&short, 3).is_ok() && ledger.check(&short, 2).is_ok());
+        ledger.end_resize(4, true);
+        assert!(ledger.check(&grown, 4).is_ok() && ledger.check(&short, 4).is_err());
+        assert!(ledger.check(&[long, vec![0; 512]].concat(), 4).is_err(), "what was cut off does not come back");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! Plays histories on a `block::Disk`: several requests in flight, each answer looked at. The thread that makes a [`Player`]
 //! is the disk's user.
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io;
 
@@ -58,13 +58,59 @@ impl Area {
 /// A step, when it was submitted, when and how it was answered.
 type Note = (Step, u64, Option<(u64, bool)>);
 
+/// The times of steps: marked in the log of an image as they pass, given to a ledger afterwards.
+#[derive(Debug)]
+pub(super) struct Notes<'a> {
+    image: &'a RecordImage,
+    clock: &'a Cell<u64>,
+    list: Vec<Note>,
+}
+
+/// Marks the next moment in the log of `image`; it.
+pub fn tick(image: &RecordImage, clock: &Cell<u64>) -> u64 {
+    clock.set(clock.get() + 1);
+    image.mark(clock.get());
+    clock.get()
+}
+
+impl<'a> Notes<'a> {
+    pub(super) fn new(image: &'a RecordImage, clock: &'a Cell<u64>) -> Self {
+        Self { image, clock, list: Vec::new() }
+    }
+
+    /// A step is about to be submitted.
+    pub(super) fn begin(&mut self, step: &Step) -> u64 {
+        let now = tick(self.image, self.clock);
+        self.list.push((*step, now, None));
+        now
+    }
+
+    /// The step that was submitted then has been answered.
+    pub(super) fn end(&mut self, begun: u64, ok: bool) {
+        let now = tick(self.image, self.clock);
+        if let Some(note) = self.list.iter_mut().find(|n| n.1 == begun) {
+            note.2 = Some((now, ok));
+        }
+    }
+
+    pub(super) fn tell(self, ledger: &mut Ledger) {
+        for (step, begun, end) in self.list {
+            ledger.begin(&step, begun);
+            if let Some((now, ok)) = end {
+                ledger.end(&step, begun, now, ok);
+            }
+        }
+    }
+}
+
 /// A request in flight.
 #[derive(Debug)]
-struct Flying {
+pub(super) struct Flying {
     id: u16,
     step: Step,
     area: Area,
-    begun: u64,
+    /// When it was submitted, for those who note it.
+    pub(super) begun: u64,
 }
 
 /// The answer to a step.
@@ -83,14 +129,21 @@ impl Player {
     ///
     /// # Errors
     /// As [`Disk::attach`].
-    pub fn new(mut disk: Disk) -> io::Result<Self> {
-        let wake = EventFd::new(0)?;
+    pub fn new(disk: Disk) -> io::Result<Self> {
+        Self::waking(disk, EventFd::new(0)?)
+    }
+
+    /// The same with this eventfd.
+    ///
+    /// # Errors
+    /// As [`Disk::attach`].
+    pub(super) fn waking(mut disk: Disk, wake: EventFd) -> io::Result<Self> {
         disk.attach(&wake)?;
         disk.want_wake(false);
         Ok(Self { disk, wake, done: BTreeMap::new() })
     }
 
-    fn collect(&mut self) {
+    pub(super) fn collect(&mut self) {
         let mut done: Vec<Completion> = Vec::new();
         self.disk.reap(&mut done);
         for c in done {
@@ -120,7 +173,7 @@ impl Player {
         }
     }
 
-    fn launch(&mut self, id: u16, step: Step, rng: &mut Rng) -> Flying {
+    pub(super) fn launch(&mut self, id: u16, step: Step, rng: &mut Rng) -> Flying {
         let (at, len) = step.range();
         let skew = if rng.one_in(4) { rng.below(600) as usize } else { 0 };
         let mut area = match step {
@@ -146,63 +199,14 @@ impl Player {
 
     /// Plays `steps` at the same time and gives their answers, in the order in which they came.
     pub fn play(&mut self, steps: &[Step], rng: &mut Rng) -> Vec<Answer> {
-        self.run(steps, rng, |_| 0, |_, _| {})
+        self.run(steps, rng)
     }
 
-    /// Plays `steps` at the same time on a disk on `image`, marks the times in its log and notes them in `ledger`.
-    pub fn play_noted(
-        &mut self,
-        steps: &[Step],
-        rng: &mut Rng,
-        image: &RecordImage,
-        ledger: &mut Ledger,
-        clock: &Cell<u64>,
-    ) -> Vec<Answer> {
-        let mut notes: Vec<Note> = Vec::new();
-        let tick = || {
-            clock.set(clock.get() + 1);
-            image.mark(clock.get());
-            clock.get()
-        };
-        let begun = RefCell::new(&mut notes);
-        let answers = self.run(
-            steps,
-            rng,
-            |step| {
-                let now = tick();
-                begun.borrow_mut().push((*step, now, None));
-                now
-            },
-            |begin, ok| {
-                let now = tick();
-                if let Some(note) = begun.borrow_mut().iter_mut().find(|n| n.1 == begin) {
-                    note.2 = Some((now, ok));
-                }
-            },
-        );
-        for (step, begun, end) in notes {
-            ledger.begin(&step, begun);
-            if let Some((now, ok)) = end {
-                ledger.end(&step, begun, now, ok);
-            }
-        }
-        answers
-    }
-
-    fn run(
-        &mut self,
-        steps: &[Step],
-        rng: &mut Rng,
-        mut submitting: impl FnMut(&Step) -> u64,
-        mut answered: impl FnMut(u64, bool),
-    ) -> Vec<Answer> {
+    fn run(&mut self, steps: &[Step], rng: &mut Rng) -> Vec<Answer> {
         let mut flying: Vec<Flying> = Vec::new();
         let mut answers = Vec::new();
         for (id, step) in (0..).zip(steps) {
-            let begun = submitting(step);
-            let mut f = self.launch(id, *step, rng);
-            f.begun = begun;
-            flying.push(f);
+            flying.push(self.launch(id, *step, rng));
         }
         self.disk.commit();
         while !flying.is_empty() {
@@ -210,16 +214,30 @@ impl Player {
             if self.done.is_empty() {
                 self.sleep();
             }
-            for (id, result) in std::mem::take(&mut self.done) {
-                let Some(at) = flying.iter().position(|f| f.id == id) else {
-                    panic!("an answer to request {id}, which nobody asked");
-                };
-                let f = flying.swap_remove(at);
-                answered(f.begun, result.is_ok());
-                answers.push(Answer { step: f.step, result, data: f.area.data().to_vec() });
-            }
+            answers.extend(self.land(&mut flying).map(|(_, answer)| answer));
         }
         answers
+    }
+
+    /// The answers that have come to those in flight, and when they were submitted.
+    pub(super) fn land<'a>(&mut self, flying: &'a mut Vec<Flying>) -> impl Iterator<Item = (u64, Answer)> + use<'a> {
+        std::mem::take(&mut self.done).into_iter().map(|(id, result)| {
+            let Some(at) = flying.iter().position(|f| f.id == id) else {
+                panic!("an answer to request {id}, which nobody asked");
+            };
+            let f = flying.swap_remove(at);
+            (f.begun, Answer { step: f.step, result, data: f.area.data().to_vec() })
+        })
+    }
+
+    /// Whether there are answers that nobody has looked at.
+    pub(super) fn answered(&self) -> bool {
+        !self.done.is_empty()
+    }
+
+    /// Whether its eventfd was written to since the last time; for one made by [`Player::waking`].
+    pub(super) fn woken(&self) -> bool {
+        self.wake.read().is_ok()
     }
 
     /// Reads a range.

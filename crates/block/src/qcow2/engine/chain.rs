@@ -90,22 +90,24 @@ pub fn open(options: &Options) -> Result<(Chain, Vec<String>), Error> {
     Ok((chain, builder.warnings))
 }
 
-/// The chain of an image that is on `storage`, for tests: all below it are files, and it has no data file.
+/// The chain of an image that is on `storage`, and its data on `data` if it has a data file, for tests: all below it are
+/// files.
 ///
 /// # Errors
 /// What is wrong with the image.
-pub fn open_alone(mut storage: Storage, options: &Options) -> Result<Chain, Error> {
+pub fn open_alone(mut storage: Storage, data: Option<Storage>, options: &Options) -> Result<Chain, Error> {
     let path = &options.path;
     let (header, len) = read_header(&mut storage).map_err(io_error(path, "read it"))?.map_err(format_error(path))?;
-    if header.has(incompatible::DATA_FILE) {
-        return Err(Error::Unsupported(path.clone(), "an image in memory can't have a data file".into()));
+    if header.has(incompatible::DATA_FILE) != data.is_some() {
+        return Err(Error::Unsupported(path.clone(), "an image in memory has its data file beside it, or none".into()));
     }
     serveable(path, &header)?;
     let limits = Limits { block_size: 512, discard_granularity: 512 };
     let image = image(storage.share(), path, &header, len, how(options, !options.readonly, 512))?;
-    let place = Place { layer: Layer::Qcow2(Box::new(image)), file: 0, data: 0 };
-    let ends = vec![if options.readonly { len } else { u64::MAX }];
-    let chain = Chain { places: vec![place], files: vec![storage], ends, limits };
+    let files: Vec<Storage> = std::iter::once(storage).chain(data).collect();
+    let place = Place { layer: Layer::Qcow2(Box::new(image)), file: 0, data: files.len() - 1 };
+    let ends = files.iter().map(|f| if options.readonly { f.len().unwrap_or(0) } else { u64::MAX }).collect();
+    let chain = Chain { places: vec![place], files, ends, limits };
     let mut builder = Builder { options, seen: HashSet::new(), chain: Some(chain), warnings: Vec::new() };
     let mut next = builder.below(path, &header)?;
     while let Some((path, format)) = next {

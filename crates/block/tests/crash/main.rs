@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The power is cut at every point of random histories, each time with other parts of what was not synced: what was flushed
+//! must be there, and each sector holds what it held before, or something written since.
+//! `TARE_LONG=SECONDS` goes on with new seeds, so long in each test; `TARE_SEED=N` plays one again.
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod power;
+
+use std::path::PathBuf;
+
+use block::qcow2::format::compress::Decompressor;
+use block::qcow2::format::header::Compression;
+use block::qcow2::offline::Image;
+use block::{Cow, Disk, Options, Qcow2Options, RecordImage};
+use common::tools::{self, qemu_check, qemu_img, qemu_io};
+use power::{Files, Kind, Trouble, cut_everywhere, record, run};
+use testkit::qcow2::cut::{Host, Luck};
+use testkit::qcow2::history::{Style, THIN, fill};
+use testkit::qcow2::{Cuts, Layer, Rng};
+
+fn style(size: u64, cluster: u64) -> Style {
+    Style {
+        size,
+        cluster,
+        grain: 512,
+        longest: (cluster * 3).max(4096).min(size),
+        batches: 20,
+        depth: 6,
+        snapshots: 0,
+        resize: false,
+        reopen: true,
+    }
+}
+
+fn raw_disk(resize: bool, handles: usize) -> Kind<'static> {
+    let size = 64 << 10;
+    Kind {
+        style: Style { resize, ..style(size, 4096) },
+        start: vec![fill(1, 0, size)],
+        handles,
+        trouble: Trouble::Nothing,
+        open: &|image, _| Ok(Disk::recorded(image, false)),
+        read: &|files| Ok(files[0].clone()),
+        leaks: &|_| 0,
+        raw_data: false,
+    }
+}
+
+/// A cluster by the engine's own decompressor: the only code that it shares with the naive reader.
+fn inflate(data: &[u8], zstd: bool, len: usize) -> Option<Vec<u8>> {
+    let kind = if zstd { Compression::Zstd } else { Compression::Zlib };
+    let mut cluster = vec![0; len];
+    Decompressor::new(kind).ok()?.run(data, &mut cluster).ok()?;
+    Some(cluster)
+}
+
+/// What a qcow2 image is at first, and how it is used.
+struct Start {
+    words: &'static str,
+    cluster: u64,
+    size: u64,
+    /// Bytes written before, with `qemu-io`'s options.
+    written: &'static [(u64, u64, &'static str)],
+    snapshots: Snapshots,
+    backing: Backing,
+    cow: Cow,
+    data: Data,
+    handles: usize,
+    resize: bool,
+    trouble: Trouble,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Snapshots {
+    None,
+    /// One, by QEMU.
+    Qemu,
+    /// Two, by the offline editor, with one more between them that was removed again; the disk was resized after the first.
+    Editor,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Backing {
+    None,
+    /// A raw file that ends before the image does, in the middle of a cluster.
+    Raw,
+    /// qcow2 with zero and compressed clusters over that raw file.
+    Chain,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Data {
+    Inside,
+    External,
+    ExternalRaw,
+}
+
+const EMPTY: Start = Start {
+    words: "cluster_size=512",
+    cluster: 512,
+    size: 96 << 10,
+    written: &[],
+    snapshots: Snapshots::None,
+    backing: Backing::None,
+    cow: Cow::ZeroAware,
+    data: Data::Inside,
+    handles: 1,
+    resize: false,
+    trouble: Trouble::Nothing,
+};
+
+/// A start made real.
+struct Made {
+    dir: tempfile::TempDir,
+    path: PathBuf,
+    files: Files,
+    backing: Vec<u8>,
+    /// What each snapshot holds.
+    kept: Vec<(String, Vec<u8>)>,
+    options: Options,
+}
+
+/// What lies below; its bytes are left in `dir`.
+fn make_backing(start: &Start, dir: &std::path::Path) -> (Vec<u8>, Vec<&'static str>) {
+    if start.backing == Backing::None {
+        return (Vec::new(), Vec::new());
+    }
+    let mut content = fill(1, 0, start.size - 2560);
+    content[start.size as usize / 4..start.size as usize / 2].fill(0);
+    std::fs::write(dir.join("base.raw"), &content).unwrap();
+    if start.backing == Backing::Raw {
+        return (content, vec!["-b", "base.raw", "-F", "raw"]);
+    }
+    let middle = dir.join("middle.qcow2");
+    let base = ["-b", "base.raw", "-F", "raw", middle.to_str().unwrap()];
+    qemu_img(&[&["create", "-q", "-f", "qcow2", "-o", "cluster_size=4096"][..], &base].concat()).unwrap();
+    std::fs::write(dir.join("packed"), fill(THIN | 1, 8192, 8192)).unwrap();
+    let packed = format!("write -c -s {} 8192 4096", dir.join("packed").display());
+    qemu_io(&middle, "qcow2", &[packed, "write -z 20480 8192".into()]).unwrap();
+    content[8192..12288].copy_from_slice(&fill(THIN | 1, 8192, 4096));
+    content[20480..28672].fill(0);
+    (content, vec!["-b", "middle.qcow2", "-F", "qcow2"])
+}
+
+fn write_first(start: &Start, made: &Made, skip: usize, take: usize) {
+    let mut commands = Vec::new();
+    for (n, (at, len, options)) in start.written.iter().enumerate().skip(skip).take(take) {
+        let source = made.dir.path().join(format!("source-{n}"));
+        std::fs::write(&source, fill(if options.contains('c') { THIN | 1 } else { 1 }, *at, *len)).unwrap();
+        commands.push(format!("write {options} -s {} {at} {len}", source.display()));
+    }
+    if !commands.is_empty() {
+        qemu_io(&made.path, "qcow2", &commands).unwrap();
+    }
+}
+
+fn take_snapshots(start: &Start, made: &Made) {
+    let half = start.written.len() / 2;
+    match start.snapshots {
+        Snapshots::None => write_first(start, made, 0, usize::MAX),
+        Snapshots::Qemu => {
+            write_first(start, made, 0, usize::MAX);
+            qemu_img(&["snapshot", "-q", "-c", "s", made.path.to_str().unwrap()]).unwrap();
+        }
+        Snapshots::Editor => {
+            let below = (start.backing != Backing::None).then_some(made.backing.len() as u64);
+            let edit = |change: &dyn Fn(&mut Image)| change(&mut Image::open(&made.path, true).unwrap());
+            edit(&|image| image.resize(start.size / 2, below).unwrap());
+            write_first(start, made, 0, half);
+            edit(&|image| {
+                image.snapshot_create("small").unwrap();
+                image.snapshot_create("gone").unwrap();
+            });
+            edit(&|image| image.resize(start.size, below).unwrap());
+            write_first(start, made, half, usize::MAX);
+            edit(&|image| {
+                image.snapshot_create("large").unwrap();
+                image.snapshot_delete("gone").unwrap();
+            });
+        }
+    }
+}
+
+fn make(start: &Start) -> Made {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().join("start.qcow2");
+    let (backing, below) = make_backing(start, dir.path());
+    let data = dir.path().join("start.data");
+    let words = match start.data {
+        Data::Inside => start.words.to_owned(),
+        Data::External => format!("{},data_file={}", start.words, data.display()),
+        Data::ExternalRaw => format!("{},data_file={},data_file_raw=on", start.words, data.display()),
+    };
+    let size = start.size.to_string();
+    let create = ["create", "-q", "-f", "qcow2", "-o", &words];
+    qemu_img(&[&create[..], &below, &[path.to_str().unwrap(), &size]].concat()).unwrap();
+    let qcow2 = Qcow2Options { cow: start.cow, l2_cache: Some(4096), ..Qcow2Options::default() };
+    let options = Options { qcow2, ..Options::qcow2(&path) };
+    let mut made = Made { dir, path, files: Vec::new(), backing, kept: Vec::new(), options };
+    take_snapshots(start, &made);
+    made.files = vec![std::fs::read(&made.path).unwrap()];
+    made.files.extend(std::fs::read(&data).ok());
+    let layer = Layer::open(&made.files[0], made.files.get(1).map(Vec::as_slice)).unwrap();
+    let content = |s| layer.read_snapshot(s, &made.backing, &inflate).unwrap();
+    made.kept = layer.snapshots().iter().map(|s| (s.name.clone(), content(s))).collect();
+    assert_eq!(made.kept.len(), [0, 1, 2][start.snapshots as usize]);
+    made
+}
+
+impl Made {
+    fn layer<'a>(&self, files: &'a Files) -> Result<Layer<'a>, String> {
+        Layer::open(&files[0], files.get(1).map(Vec::as_slice))
+    }
+
+    /// The content, if the image has no error and its snapshots hold what they always held.
+    fn read(&self, files: &Files) -> Result<Vec<u8>, String> {
+        let layer = self.layer(files)?;
+        let check = layer.check();
+        if let Some(first) = check.corruptions.first() {
+            return Err(format!("{} corruptions: {first}", check.corruptions.len()));
+        }
+        let same = |s: &testkit::qcow2::reader::Snapshot, kept: &(String, Vec<u8>)| {
+            Ok::<bool, String>(s.name == kept.0 && layer.read_snapshot(s, &self.backing, &inflate)? == kept.1)
+        };
+        for (snapshot, kept) in layer.snapshots().iter().zip(&self.kept) {
+            if !same(snapshot, kept)? {
+                return Err(format!("snapshot {} has changed", kept.0));
+            }
+        }
+        if layer.snapshots().len() != self.kept.len() {
+            return Err("a snapshot is gone".into());
+        }
+        layer.read(&self.backing, &inflate)
+    }
+}
+
+/// Does something with the kind of disk that a start is.
+fn with_kind<T>(start: &Start, work: impl FnOnce(&Kind<'_>, &Made) -> T) -> Option<T> {
+    if !tools::there() {
+        return None;
+    }
+    let made = make(start);
+    let open = |image: &RecordImage, data: Option<&RecordImage>| {
+        Disk::recorded_qcow2(image, data, &made.options).map_err(|e| e.to_string())
+    };
+    let kind = Kind {
+        style: Style { resize: start.resize, ..style(start.size, start.cluster) },
+        start: made.files.clone(),
+        handles: start.handles,
+        trouble: start.trouble,
+        open: &open,
+        read: &|files| made.read(files),
+        leaks: &|files| made.layer(files).map_or(0, |l| l.check().leaks),
+        raw_data: start.data == Data::ExternalRaw,
+    };
+    Some(work(&kind, &made))
+}
+
+fn qcow2_keeps(start: &Start, wanted: u64) {
+    with_kind(start, |kind, made| {
+        let cuts = run(kind, wanted);
+        assert!(cuts >= wanted, "{cuts} cuts");
+        println!("{cuts} cuts");
+        // The naive judge is judged by QEMU, on a few.
+        let log = record(kind, 99).unwrap().log;
+        let mut cuts = Cuts::new(kind.start.clone(), &log);
+        let rng = &mut Rng::new(5);
+        for _ in 0..4 {
+            for _ in 0..log.len() / 4 {
+                cuts.step();
+            }
+            std::fs::write(&made.path, cuts.image(Luck::Torn, rng)).unwrap();
+            qemu_check(&made.path).unwrap();
+        }
+    });
+}
+
+/// Tests of so many cuts each, at least ten thousand together.
+macro_rules! cases {
+    ($($name:ident, $wanted:literal: $start:expr;)*) => {
+        $(#[test] fn $name() { qcow2_keeps(&$start, $wanted); })*
+        const _: () = assert!($($wanted +)* RAW >= 10_000);
+    };
+}
+
+const RAW: u64 = 1500;
+
+#[test]
+fn a_raw_disk() {
+    assert!(run(&raw_disk(false, 1), RAW / 3) >= RAW / 3);
+    assert!(run(&raw_disk(true, 1), RAW / 3) >= RAW / 3);
+    assert!(run(&raw_disk(false, 3), RAW / 3) >= RAW / 3);
+}
+
+const SOME: &[(u64, u64, &str)] = &[(0, 40 << 10, ""), (64 << 10, 4096, ""), (80 << 10, 8192, "")];
+const PACKED: &[(u64, u64, &str)] =
+    &[(0, 4096, "-c"), (4096, 4096, "-c"), (16384, 4096, "-c"), (20480, 4096, "-c"), (32768, 4096, "")];
+const SUBS: &str = "cluster_size=16384,extended_l2=on";
+const FOUR: Start = Start { words: "cluster_size=4096", cluster: 4096, size: 192 << 10, written: SOME, ..EMPTY };
+const PARTS: Start = Start { words: SUBS, cluster: 16384, size: 256 << 10, written: SOME, ..EMPTY };
+
+cases! {
+    many_small_tables, 900: EMPTY;
+    data_in_place_and_new, 600: FOUR;
+    large_clusters, 300: Start { words: "cluster_size=65536", cluster: 65536, size: 1 << 20, ..FOUR };
+    subclusters, 600: PARTS;
+    lazy_refcounts, 300:
+        Start { words: "cluster_size=1024,lazy_refcounts=on", cluster: 1024, written: SOME, ..EMPTY };
+    refcounts_of_1_bit, 300:
+        Start { words: "cluster_size=1024,refcount_bits=1", cluster: 1024, cow: Cow::Explicit, ..EMPTY };
+    refcounts_of_2_bits, 300:
+        Start { words: "cluster_size=512,refcount_bits=2", snapshots: Snapshots::Qemu, written: SOME, ..EMPTY };
+    refcounts_of_4_bits, 300:
+        Start { words: "cluster_size=1024,refcount_bits=4", cluster: 1024, snapshots: Snapshots::Editor, written: SOME, ..EMPTY };
+    refcounts_of_8_bits, 300: Start { words: "cluster_size=512,refcount_bits=8", ..EMPTY };
+    refcounts_of_32_bits, 300: Start { words: "cluster_size=512,refcount_bits=32", written: SOME, ..EMPTY };
+    refcounts_of_64_bits, 300: Start { words: "cluster_size=512,refcount_bits=64", written: SOME, ..EMPTY };
+    the_old_version, 400:
+        Start { words: "compat=0.10,cluster_size=2048", cluster: 2048, cow: Cow::Unallocated, resize: true, ..EMPTY };
+    over_a_raw_file, 500: Start { backing: Backing::Raw, written: &[], ..FOUR };
+    over_a_chain, 500: Start { backing: Backing::Chain, ..FOUR };
+    subclusters_over_a_chain, 400: Start { backing: Backing::Chain, written: &[], ..PARTS };
+    over_zlib, 400: Start { size: 96 << 10, written: PACKED, ..FOUR };
+    over_zstd, 400: Start { words: "cluster_size=4096,compression_type=zstd", size: 96 << 10, written: PACKED, ..FOUR };
+    shared_with_a_snapshot, 500:
+        Start { words: "cluster_size=1024", cluster: 1024, snapshots: Snapshots::Qemu, written: SOME, ..EMPTY };
+    shared_with_snapshots_by_the_editor, 500: Start { snapshots: Snapshots::Editor, ..FOUR };
+    subclusters_shared_with_snapshots, 400: Start { snapshots: Snapshots::Editor, ..PARTS };
+    compressed_shared_with_snapshots, 400:
+        Start { size: 96 << 10, written: PACKED, snapshots: Snapshots::Editor, backing: Backing::Chain, ..FOUR };
+    an_external_data_file, 500: Start { data: Data::External, ..FOUR };
+    an_external_data_file_with_subclusters, 300: Start { data: Data::External, backing: Backing::Raw, ..PARTS };
+    a_raw_external_data_file, 500: Start { data: Data::ExternalRaw, resize: true, ..FOUR };
+    resized_while_used, 600: Start { resize: true, ..EMPTY };
+    resized_with_subclusters, 400: Start { resize: true, ..PARTS };
+    resized_over_a_chain, 400: Start { resize: true, backing: Backing::Chain, ..FOUR };
+    resized_with_snapshots, 400: Start { resize: true, snapshots: Snapshots::Editor, ..FOUR };
+    resized_with_a_data_file, 300: Start { resize: true, data: Data::External, ..FOUR };
+    two_handles, 600: Start { handles: 2, ..EMPTY };
+    three_handles_over_a_chain, 500: Start { handles: 3, backing: Backing::Chain, ..FOUR };
+    four_handles_with_subclusters, 400: Start { handles: 4, snapshots: Snapshots::Editor, ..PARTS };
+    handles_and_a_data_file, 300: Start { handles: 3, data: Data::External, ..FOUR };
+    a_full_medium, 500: Start { trouble: Trouble::Full, ..EMPTY };
+    a_full_medium_over_a_chain, 400: Start { trouble: Trouble::Full, backing: Backing::Chain, ..FOUR };
+    a_full_medium_with_snapshots, 400: Start { trouble: Trouble::Full, snapshots: Snapshots::Editor, handles: 2, ..PARTS };
+    a_failing_medium, 500: Start { trouble: Trouble::Errors, ..EMPTY };
+    a_failing_medium_with_snapshots, 400: Start { trouble: Trouble::Errors, snapshots: Snapshots::Editor, ..FOUR };
+}
+
+/// The tests above can fail: on hosts that do not keep their word about syncs the same cuts leave damage or lose data.
+#[test]
+fn a_host_that_lies_about_syncs_is_found_out() {
+    for start in [EMPTY, FOUR, PARTS, Start { data: Data::External, ..FOUR }, Start { handles: 3, ..FOUR }] {
+        with_kind(&start, |kind, _| {
+            for host in [Host::Deaf, Host::HardOfHearing, Host::Late] {
+                let found = (1..30).find_map(|seed| Some((seed, cut_everywhere(kind, seed, 3, host).err()?)));
+                let (seed, why) = found.unwrap_or_else(|| panic!("{}: nobody minds {host:?}", start.words));
+                println!("{}, {host:?}: history {seed}: {}", start.words, why.lines().next().unwrap_or_default());
+            }
+        });
+    }
+}
