@@ -194,6 +194,10 @@ pub struct DeviceLedger {
     pub kicks: u64,
     /// Interrupts sent.
     pub interrupts: u64,
+    /// Times a queue stopped with requests waiting, because of the disk's rate limits.
+    pub throttled: u64,
+    /// For how long, nanoseconds; queues that wait at the same time add up.
+    pub throttled_ns: u64,
 }
 
 /// Memory of the process, bytes.
@@ -279,6 +283,9 @@ impl fmt::Display for Ledger {
                 "{:<10} {:>10} {:>14} {:>14} {:>10} {:>10}",
                 d.name, d.requests, d.bytes_read, d.bytes_written, d.kicks, d.interrupts
             )?;
+        }
+        for d in self.devices.iter().filter(|d| d.throttled > 0) {
+            writeln!(f, "{} waited {} times for its rate limits, {:.1} ms", d.name, d.throttled, ms(d.throttled_ns))?;
         }
         writeln!(
             f,

@@ -45,7 +45,8 @@ impl Registry {
             bus.add(Box::new(console))?;
         }
         for (number, disk) in vm.disks.iter().enumerate() {
-            let disk = Blk::open(disk)?.numbered(number);
+            let disk = spec::Disk { queues: Some(vm.queues(disk)), ..disk.clone() };
+            let disk = Blk::open(&disk)?.numbered(number);
             if let Some(warning) = disk.warning() {
                 eprintln!("tare: {warning}");
             }
@@ -102,6 +103,8 @@ impl Registry {
                 bytes_written: c.write_bytes,
                 kicks: c.wakes,
                 interrupts: c.interrupts,
+                throttled: c.throttled,
+                throttled_ns: c.throttled_ns,
             }
         });
         let small = self.small.iter().map(|(name, counters)| {
@@ -113,6 +116,7 @@ impl Registry {
                 bytes_written: c.bytes_from_guest,
                 kicks: c.kicks,
                 interrupts: c.interrupts,
+                ..DeviceLedger::default()
             }
         });
         disks.chain(small).collect()

@@ -2,7 +2,7 @@
 //! Whether a description makes sense by itself, before anything is opened. Called by the command line once flags and
 //! file are merged; what the host can give (memory, KVM's limits, files) is looked at elsewhere.
 
-use crate::{Cpus, Disk, Memory, SpecError, Vm, show_size};
+use crate::{Cpus, Disk, Memory, SpecError, Throttle, Vm, show_size};
 
 /// Most virtual CPUs of one machine.
 pub const MAX_CPUS: u8 = 64;
@@ -16,6 +16,17 @@ pub const MAX_DISKS: usize = 24;
 pub const MAX_SERIAL: usize = 20;
 /// Longest command line in bytes (x86 kernels keep 2048 with the final zero).
 pub const MAX_CMDLINE: usize = 2047;
+
+/// Most queues of one disk.
+pub const MAX_QUEUES: u16 = 32;
+/// Most queues of a disk for which nobody said how many: each costs a thread, and few disks need more.
+pub const DEFAULT_QUEUES: u16 = 4;
+/// Largest logical block in bytes: Linux takes none larger than a page.
+pub const MAX_LOGICAL_BLOCK: u32 = 4096;
+/// Largest physical block in bytes.
+pub const MAX_PHYSICAL_BLOCK: u32 = 2 << 20;
+/// Fewest bytes a second: less would only hang a guest.
+pub const MIN_BPS: u64 = 1024;
 
 const PAGE: u64 = 4096;
 
@@ -41,6 +52,12 @@ impl Vm {
         self.cpus.check()?;
         self.memory.check()?;
         check_disks(&self.disks)
+    }
+
+    /// How many queues `disk` has in this machine.
+    #[must_use]
+    pub fn queues(&self, disk: &Disk) -> u16 {
+        disk.queues.unwrap_or_else(|| DEFAULT_QUEUES.min(self.cpus.count.into()).max(1))
     }
 }
 
@@ -117,10 +134,69 @@ impl Disk {
         if self.path.as_os_str().is_empty() {
             return Err(out_of_range("disk.path", "the path is empty", "name an image or a block device"));
         }
+        self.check_queues()?;
+        self.check_blocks()?;
+        self.throttle.check()?;
         let Some(serial) = &self.serial else { return Ok(()) };
         if serial.len() > MAX_SERIAL || serial.bytes().any(|b| !b.is_ascii_graphic() && b != b' ') {
             let what = format!("serial `{}` can't be shown to a guest", serial.escape_default());
             return Err(out_of_range("disk.serial", what, format!("use at most {MAX_SERIAL} ASCII characters")));
+        }
+        Ok(())
+    }
+
+    fn check_queues(&self) -> Result<(), SpecError> {
+        match self.queues {
+            Some(n) if !(1..=MAX_QUEUES).contains(&n) => {
+                let what = format!("{n} queues can't be made");
+                Err(out_of_range("disk.queues", what, format!("ask for 1 to {MAX_QUEUES}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_blocks(&self) -> Result<(), SpecError> {
+        let sizes = [
+            ("disk.logical-block-size", self.logical_block_size, MAX_LOGICAL_BLOCK),
+            ("disk.physical-block-size", self.physical_block_size, MAX_PHYSICAL_BLOCK),
+        ];
+        for (place, size, most) in sizes {
+            if let Some(size) = size.filter(|s| !s.is_power_of_two() || !(512..=most).contains(s)) {
+                let hint = format!("use a power of two from 512 to {}", show_size(most.into()));
+                return Err(out_of_range(place, format!("{size} bytes are no block"), hint));
+            }
+        }
+        match (self.logical_block_size, self.physical_block_size) {
+            (Some(logical), Some(physical)) if physical < logical => {
+                let what = format!("{physical} bytes are less than a logical block of {logical}");
+                Err(out_of_range("disk.physical-block-size", what, "use at least the logical size"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Throttle {
+    fn check(&self) -> Result<(), SpecError> {
+        let limits = [
+            ("disk.bps", self.bps, "disk.bps-burst", self.bps_burst, MIN_BPS),
+            ("disk.iops", self.iops, "disk.iops-burst", self.iops_burst, 1),
+        ];
+        for (place, rate, burst_place, burst, least) in limits {
+            match (rate, burst) {
+                (Some(rate), _) if rate < least => {
+                    let hint = format!("ask for at least {least}, or leave it out for no limit");
+                    return Err(out_of_range(place, format!("{rate} a second is too little"), hint));
+                }
+                (None, Some(_)) => {
+                    let hint = format!("say {} too", place.trim_start_matches("disk."));
+                    return Err(out_of_range(burst_place, "a burst needs a rate", hint));
+                }
+                (_, Some(0)) => {
+                    return Err(out_of_range(burst_place, "a burst of 0 lets nothing pass", "ask for more"));
+                }
+                _ => {}
+            }
         }
         Ok(())
     }
@@ -130,6 +206,7 @@ impl Disk {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::FromText;
 
     fn message(change: impl FnOnce(&mut Vm)) -> String {
         let mut vm = Vm::new("vmlinuz");
@@ -192,6 +269,49 @@ mod tests {
             message(|v| v.disks = vec![Disk { serial: Some("ü".into()), ..Disk::new("a") }]).contains("disk.serial")
         );
         assert!(message(|v| v.kernel = "".into()).contains("kernel"));
+    }
+
+    #[test]
+    fn what_a_disk_says_of_its_device_is_checked() {
+        let says = |text: &str| match Disk::from_text(text).unwrap().check() {
+            Ok(()) => String::new(),
+            Err(e) => e.to_string(),
+        };
+        for fine in [
+            "d,queues=1",
+            "d,queues=32,threads=shared",
+            "d,logical-block-size=512,physical-block-size=2M",
+            "d,logical-block-size=4K,physical-block-size=4K",
+            "d,bps=1K,bps-burst=1,iops=1,iops-burst=1",
+        ] {
+            assert_eq!(says(fine), "", "{fine}");
+        }
+        assert_eq!(says("d,queues=0"), "0 queues can't be made: disk.queues; ask for 1 to 32");
+        assert_eq!(says("d,queues=33"), "33 queues can't be made: disk.queues; ask for 1 to 32");
+        assert_eq!(
+            says("d,logical-block-size=8K"),
+            "8192 bytes are no block: disk.logical-block-size; use a power of two from 512 to 4K"
+        );
+        assert!(says("d,logical-block-size=513").contains("513 bytes are no block"));
+        assert!(says("d,physical-block-size=256").contains("256 bytes are no block: disk.physical-block-size"));
+        assert!(says("d,logical-block-size=4K,physical-block-size=512").contains("less than a logical block of 4096"));
+        assert_eq!(
+            says("d,bps=1023"),
+            "1023 a second is too little: disk.bps; ask for at least 1024, or leave it out for no limit"
+        );
+        assert!(says("d,iops=0").contains("0 a second is too little: disk.iops"));
+        assert_eq!(says("d,iops-burst=5"), "a burst needs a rate: disk.iops-burst; say iops too");
+        assert!(says("d,bps=1M,bps-burst=0").contains("a burst of 0 lets nothing pass: disk.bps-burst"));
+    }
+
+    #[test]
+    fn queues_follow_the_cpus_up_to_a_few() {
+        let queues = |count, said| {
+            let disk = Disk { queues: said, ..Disk::new("d") };
+            Vm { cpus: Cpus { count, ..Cpus::default() }, ..Vm::new("k") }.queues(&disk)
+        };
+        assert_eq!([1, 2, 4, 5, 64].map(|n| queues(n, None)), [1, 2, 4, 4, 4]);
+        assert_eq!((queues(1, Some(8)), queues(64, Some(1))), (8, 1));
     }
 
     #[test]

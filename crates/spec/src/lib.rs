@@ -12,7 +12,10 @@ mod parse;
 mod text;
 mod vm;
 
-pub use check::{MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_MEMORY, MAX_SERIAL, MIN_MEMORY};
+pub use check::{
+    DEFAULT_QUEUES, MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_LOGICAL_BLOCK, MAX_MEMORY, MAX_PHYSICAL_BLOCK, MAX_QUEUES,
+    MAX_SERIAL, MIN_BPS, MIN_MEMORY,
+};
 pub use error::SpecError;
 pub use parse::{FromText, Word, parse_on_off, parse_size, show_size};
 pub use text::{Said, said, said_each};

@@ -5,7 +5,10 @@
 
 use std::path::PathBuf;
 
-use crate::{Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, KernelDecompress, MAX_CPUS, Memory, SpecError};
+use crate::{
+    Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, DiskThreads, KernelDecompress, MAX_CPUS, Memory,
+    SpecError, Throttle,
+};
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
 pub trait FromText: Sized {
@@ -72,6 +75,11 @@ impl Word for Backing {
     const WHAT: &'static str = "a gate for other files";
     const WORDS: &'static [(&'static str, Self)] =
         &[("none", Self::None), ("folder", Self::Folder), ("any", Self::Any)];
+}
+
+impl Word for DiskThreads {
+    const WHAT: &'static str = "a way to serve queues";
+    const WORDS: &'static [(&'static str, Self)] = &[("per-queue", Self::PerQueue), ("shared", Self::Shared)];
 }
 
 impl Word for Console {
@@ -225,6 +233,27 @@ fn parse_count(place: &str, text: &str) -> Result<u8, SpecError> {
         })
 }
 
+/// Reads a whole number that `T` can hold.
+fn parse_number<T: TryFrom<u64>>(place: &str, text: &str) -> Result<T, SpecError> {
+    let number = text.parse::<u64>().ok().and_then(|n| T::try_from(n).ok());
+    number.ok_or_else(|| SpecError::NotA {
+        place: place.to_owned(),
+        value: text.to_owned(),
+        want: "a number",
+        hint: "write a whole number, and not too large a one".to_owned(),
+    })
+}
+
+/// Reads a size of fewer than 4 GiB.
+fn parse_size32(place: &str, text: &str) -> Result<u32, SpecError> {
+    let bytes = parse_size(place, text)?;
+    u32::try_from(bytes).map_err(|_| SpecError::OutOfRange {
+        place: place.to_owned(),
+        what: format!("{} is too much", show_size(bytes)),
+        hint: "use less than 4G".to_owned(),
+    })
+}
+
 impl FromText for Memory {
     /// `1G` or `size=1G`.
     fn from_text(text: &str) -> Result<Self, SpecError> {
@@ -249,9 +278,27 @@ impl FromText for Cpus {
 
 impl FromText for Disk {
     /// `root.raw` or `path=root.raw,readonly=on,cache=none,format=raw,aio=io_uring,serial=X`; for qcow2 also `l2-cache=4M`,
-    /// `cow=explicit`, `backing=any`.
+    /// `cow=explicit`, `backing=any`; of the device `queues=4`, `threads=shared`, block sizes, and the keys of [`Throttle`].
     fn from_text(text: &str) -> Result<Self, SpecError> {
-        const KEYS: &[&str] = &["path", "format", "readonly", "cache", "aio", "serial", "l2-cache", "cow", "backing"];
+        const KEYS: &[&str] = &[
+            "path",
+            "format",
+            "readonly",
+            "cache",
+            "aio",
+            "serial",
+            "l2-cache",
+            "cow",
+            "backing",
+            "queues",
+            "threads",
+            "logical-block-size",
+            "physical-block-size",
+            "bps",
+            "bps-burst",
+            "iops",
+            "iops-burst",
+        ];
         let group = Group::parse("disk", text, "path", KEYS)?;
         let path = group.read("path", |_, v| Ok(PathBuf::from(v)))?;
         let path = path.ok_or(SpecError::MissingKey { place: "disk".to_owned(), key: "path" })?;
@@ -265,8 +312,32 @@ impl FromText for Disk {
             l2_cache: group.read("l2-cache", parse_size)?,
             cow: group.read("cow", Cow::from_word)?.unwrap_or(default.cow),
             backing: group.read("backing", Backing::from_word)?.unwrap_or(default.backing),
+            queues: group.read("queues", parse_number)?,
+            threads: group.read("threads", DiskThreads::from_word)?.unwrap_or(default.threads),
+            logical_block_size: group.read("logical-block-size", parse_size32)?,
+            physical_block_size: group.read("physical-block-size", parse_size32)?,
+            throttle: Throttle::from_group(&group)?,
             path: default.path,
         })
+    }
+}
+
+impl Throttle {
+    fn from_group(group: &Group) -> Result<Self, SpecError> {
+        Ok(Self {
+            bps: group.read("bps", parse_size)?,
+            bps_burst: group.read("bps-burst", parse_size)?,
+            iops: group.read("iops", parse_number)?,
+            iops_burst: group.read("iops-burst", parse_number)?,
+        })
+    }
+}
+
+impl FromText for Throttle {
+    /// `bps=10M,bps-burst=1M,iops=1000,iops-burst=100`.
+    fn from_text(text: &str) -> Result<Self, SpecError> {
+        let known = ["bps", "bps-burst", "iops", "iops-burst"];
+        Self::from_group(&Group::parse("disk.throttle", text, "bps", &known)?)
     }
 }
 
@@ -337,7 +408,8 @@ mod tests {
         assert_eq!(fails::<Disk>("readonly=on"), "`path` is missing: disk; add path=VALUE");
         assert_eq!(
             fails::<Disk>("a.raw,ro"),
-            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial, l2-cache, cow, backing"
+            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial, l2-cache, cow, backing, \
+             queues, threads, logical-block-size, physical-block-size, bps, bps-burst, iops, iops-burst"
         );
         assert_eq!(
             fails::<Disk>("a,cache=writethrough"),
@@ -353,6 +425,24 @@ mod tests {
                 backing: Backing::Any,
                 ..Disk::new("a")
             }
+        );
+        assert_eq!(
+            Disk::from_text("a,queues=2,threads=shared,logical-block-size=4K,bps=1M,bps-burst=64K,iops=50").unwrap(),
+            Disk {
+                queues: Some(2),
+                threads: DiskThreads::Shared,
+                logical_block_size: Some(4096),
+                throttle: Throttle { bps: Some(1 << 20), bps_burst: Some(64 << 10), iops: Some(50), iops_burst: None },
+                ..Disk::new("a")
+            }
+        );
+        assert_eq!(
+            fails::<Disk>("a,queues=70000"),
+            "`70000` is not a number: disk.queues; write a whole number, and not too large a one"
+        );
+        assert_eq!(
+            fails::<Disk>("a,logical-block-size=4G"),
+            "4G is too much: disk.logical-block-size; use less than 4G"
         );
         assert_eq!(fails::<Disk>("a,readonly=maybe"), "`maybe` is not on or off: disk.readonly; use on or off");
         assert!(fails::<Disk>("a,").contains("empty item"));
@@ -380,6 +470,7 @@ mod tests {
         check::<DiskFormat>();
         check::<Cow>();
         check::<Backing>();
+        check::<DiskThreads>();
         check::<Cache>();
         check::<Aio>();
         check::<Console>();

@@ -107,6 +107,14 @@ pub(crate) fn maybe_size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<O
     Ok(Option::<Either>::deserialize(deserializer)?.map(|Either(bytes)| bytes))
 }
 
+/// For `deserialize_with` on a field of fewer than 4 GiB that may be left out.
+pub(crate) fn maybe_size32<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    let bytes = maybe_size(deserializer)?;
+    bytes
+        .map(|bytes| u32::try_from(bytes).map_err(|_| D::Error::custom(format!("{bytes} bytes are no block"))))
+        .transpose()
+}
+
 /// For `deserialize_with` on a boolean.
 pub(crate) fn on_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
     said(deserializer).map(|OnOff(value)| value)
@@ -117,7 +125,7 @@ pub(crate) fn on_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool,
 mod tests {
     use serde_json::json;
 
-    use crate::{Console, Cpus, Disk, KernelDecompress, Memory, Vm};
+    use crate::{Console, Cpus, Disk, FromText, KernelDecompress, Memory, Vm};
 
     #[test]
     fn tables_and_text_read_the_same() {
@@ -145,6 +153,19 @@ mod tests {
         assert_eq!(text, expected);
         let back: Vm = serde_json::from_value(serde_json::to_value(&expected).unwrap()).unwrap();
         assert_eq!(back, expected, "what is written reads back");
+    }
+
+    #[test]
+    fn limits_are_a_table_or_a_group() {
+        let disk = |v| serde_json::from_value::<Disk>(v).unwrap();
+        let table = disk(json!({"path": "p", "throttle": {"bps": "10M", "iops": 100, "iops-burst": 5},
+            "logical-block-size": "4K", "physical-block-size": 4096, "threads": "shared", "queues": 4}));
+        assert_eq!(table.throttle, disk(json!({"path": "p", "throttle": "bps=10M,iops=100,iops-burst=5"})).throttle);
+        let flag =
+            "p,bps=10M,iops=100,iops-burst=5,logical-block-size=4K,physical-block-size=4096,threads=shared,queues=4";
+        assert_eq!(Disk::from_text(flag).unwrap(), table);
+        let bad = serde_json::from_value::<Disk>(json!({"path": "p", "logical-block-size": "4G"})).unwrap_err();
+        assert!(bad.to_string().contains("4294967296 bytes are no block"), "{bad}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::text::{maybe_size, on_off, said, said_each, size};
+use crate::text::{maybe_size, maybe_size32, on_off, said, said_each, size};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -149,6 +149,21 @@ pub struct Disk {
     /// Which other files a qcow2 image may name.
     #[serde(default)]
     pub backing: Backing,
+    /// Request queues; `None` is one for each vCPU, at most [`DEFAULT_QUEUES`](crate::DEFAULT_QUEUES).
+    #[serde(default)]
+    pub queues: Option<u16>,
+    /// Who serves them.
+    #[serde(default)]
+    pub threads: DiskThreads,
+    /// Bytes of a block as the guest addresses them; `None` is what the host wants.
+    #[serde(default, rename = "logical-block-size", deserialize_with = "maybe_size32")]
+    pub logical_block_size: Option<u32>,
+    /// Bytes of the smallest write that rewrites nothing beside it; `None` is what the host says.
+    #[serde(default, rename = "physical-block-size", deserialize_with = "maybe_size32")]
+    pub physical_block_size: Option<u32>,
+    /// Rate limits.
+    #[serde(default, deserialize_with = "said")]
+    pub throttle: Throttle,
 }
 
 impl Disk {
@@ -165,8 +180,40 @@ impl Disk {
             l2_cache: None,
             cow: Cow::default(),
             backing: Backing::default(),
+            queues: None,
+            threads: DiskThreads::default(),
+            logical_block_size: None,
+            physical_block_size: None,
+            throttle: Throttle::default(),
         }
     }
+}
+
+/// Rate limits of a disk, over all its queues: a token bucket each for bytes and for requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
+pub struct Throttle {
+    /// Bytes a second that are read and written; `None` is no limit.
+    #[serde(deserialize_with = "maybe_size")]
+    pub bps: Option<u64>,
+    /// Bytes that may go at once after a pause; `None` is a tenth of `bps`.
+    #[serde(deserialize_with = "maybe_size")]
+    pub bps_burst: Option<u64>,
+    /// Requests a second, of all kinds; `None` is no limit.
+    pub iops: Option<u64>,
+    /// Requests that may go at once after a pause; `None` is a tenth of `iops`.
+    pub iops_burst: Option<u64>,
+}
+
+/// Who serves a disk's queues.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskThreads {
+    /// A thread for each queue.
+    #[default]
+    PerQueue,
+    /// One thread for all of them.
+    Shared,
 }
 
 /// Image formats.

@@ -108,7 +108,12 @@ const FLAGS: &[Flag] = &[
             "path=FILE[,readonly=on|off][,cache=writeback|none|unsafe]",
             "[,aio=auto|io_uring|threads][,serial=TEXT][,format=raw|qcow2]",
             "[,l2-cache=SIZE][,cow=zero-aware|unallocated|explicit]",
-            "[,backing=folder|none|any];",
+            "[,backing=folder|none|any]",
+            "[,queues=N][,threads=per-queue|shared]",
+            "[,logical-block-size=SIZE][,physical-block-size=SIZE]",
+            "[,bps=SIZE][,bps-burst=SIZE][,iops=N][,iops-burst=N];",
+            "queues: one for each vCPU, at most 4, unless said;",
+            "bps, iops: bytes and requests a second over all queues;",
             "a comma in the path is written `,,`",
         ],
         set: |t, v| {

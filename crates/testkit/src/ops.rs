@@ -86,7 +86,11 @@ pub fn virtqueue_ops(data: &[u8]) {
         kind @ (4 | 5) => console_ops(&mut input, &ram, agreed, size, kind == 5),
         kind => {
             let disk = Disk::in_memory(&MemImage::new(vec![0x11; 64 * 512]), kind == 7);
-            device_ops(&mut input, &ram, agreed, size, Box::new(Blk::new(disk, &spec::Disk::new("memory"))));
+            // One queue, or several with a thread each or one for all.
+            let queues = if what & 0x40 == 0 { 1 } else { 3 };
+            let threads = if what & 0x80 == 0 { spec::DiskThreads::PerQueue } else { spec::DiskThreads::Shared };
+            let spec = spec::Disk { queues: Some(queues), threads, ..spec::Disk::new("memory") };
+            device_ops(&mut input, &ram, agreed, size, Box::new(Blk::new(disk, &spec)));
         }
     }
 }

@@ -32,6 +32,12 @@ pub trait VirtioDevice: Send {
     /// Writes device configuration; what can't be written is ignored.
     fn write_config(&mut self, offset: u64, data: &[u8]);
 
+    /// Takes over what changed the device's configuration from outside; `true` if something did. The transport then tells
+    /// the driver, under the same lock, so that no driver reads half a change.
+    fn update_config(&mut self) -> bool {
+        false
+    }
+
     /// The driver is ready (`DRIVER_OK`): take the queues and run. Queues that the driver did not enable are missing.
     ///
     /// # Errors

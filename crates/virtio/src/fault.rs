@@ -51,7 +51,7 @@ pub enum GuestFault {
     BlkLayout,
     /// A block request of a type the device does not know.
     BlkUnknown,
-    /// A block request whose data is not whole sectors, or whose range runs past the disk.
+    /// A block request whose range is not whole blocks of the disk, or runs past it.
     BlkRange,
     /// A write, discard or write-zeroes to a read-only disk.
     BlkReadOnly,
@@ -129,7 +129,7 @@ impl GuestFault {
             Self::NoRoom => "request has no room for an answer",
             Self::BlkLayout => "block request lacks a header or a status byte",
             Self::BlkUnknown => "block request of an unknown type",
-            Self::BlkRange => "block request is not whole sectors or runs past the disk",
+            Self::BlkRange => "block request is not whole blocks or runs past the disk",
             Self::BlkReadOnly => "write to a read-only disk",
             Self::BlkFlags => "discard or write-zeroes with undefined flags",
         }

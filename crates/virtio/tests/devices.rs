@@ -37,6 +37,73 @@ fn block_conforms() {
 }
 
 #[test]
+fn block_with_several_queues_conforms() {
+    for (threads, busy_queue) in [(spec::DiskThreads::PerQueue, 2), (spec::DiskThreads::Shared, 1)] {
+        let make = || {
+            let disk = Disk::in_memory(&MemImage::new(vec![0; 0x1_0000]), false);
+            let spec = spec::Disk { queues: Some(3), threads, ..spec::Disk::new("memory") };
+            Box::new(Blk::new(disk, &spec)) as Box<dyn VirtioDevice>
+        };
+        check(&Subject { make: &make, kind: 2, busy_queue });
+    }
+}
+
+#[test]
+fn a_resize_is_a_new_generation_and_a_configuration_interrupt() {
+    let ram = testkit::ram(0x10_0000);
+    let image = MemImage::new(vec![7; 0x1_0000]);
+    let device = Blk::new(Disk::in_memory(&image, false), &spec::Disk::new("memory"));
+    let control = device.control().unwrap();
+    let mut guest = Guest::new(Box::new(device), &ram);
+    let mut queue = GuestQueue::new(&ram, 0x1000, 16);
+    guest.start(features::TRANSPORT, &[&queue]);
+    let capacity = |guest: &mut Guest| {
+        let mut bytes = [0; 8];
+        guest.device_config(0, &mut bytes);
+        u64::from_le_bytes(bytes)
+    };
+    let read = |guest: &mut Guest, queue: &mut GuestQueue, sector: u64| {
+        ram.write_bytes(Gpa(0x8000), &[[0; 8], sector.to_le_bytes()].concat()).unwrap();
+        queue.send(&[Buf::read(0x8000, 16), Buf::write(0x9000, 513)]);
+        guest.kick(0);
+        testkit::conformance::eventually("the answer", || queue.used().is_some());
+        ram.read::<u8>(Gpa(0x9000 + 512)).unwrap()
+    };
+    assert_eq!((capacity(&mut guest), read(&mut guest, &mut queue, 128)), (128, 1), "past the end");
+    let first = guest.read(0x15, 1);
+
+    for (bytes, why) in
+        [(0x1_0000 - 512, "does not shrink"), (0x1_0000 + 100, "no multiple of the disk's block size, 512")]
+    {
+        let refused = control.resize(bytes).unwrap_err().to_string();
+        assert!(refused.contains(why) && !refused.contains('\n'), "{refused}");
+    }
+    control.resize(0x1_0000).unwrap();
+    guest.device.update_config();
+    assert_eq!((guest.config_interrupts(), guest.read(0x15, 1)), (0, first), "nothing changed");
+
+    control.resize(0x2_0000).unwrap();
+    assert_eq!((image.len(), control.size()), (0x2_0000, 0x2_0000));
+    assert_eq!(capacity(&mut guest), 128, "the driver sees it with the generation, not before");
+    guest.device.update_config();
+    assert_eq!(guest.config_interrupts(), 1);
+    assert_eq!(capacity(&mut guest), 256);
+    assert_ne!(guest.read(0x15, 1), first);
+    assert_eq!(read(&mut guest, &mut queue, 128), 0, "the new sectors are there");
+    assert_eq!(read(&mut guest, &mut queue, 256), 1, "and no more than these");
+    // It outlives a reset of the device.
+    guest.set_status(0);
+    assert_eq!(capacity(&mut guest), 256);
+    // A reset device tells nobody.
+    control.resize(0x3_0000).unwrap();
+    guest.device.update_config();
+    assert_eq!((guest.config_interrupts(), capacity(&mut guest)), (1, 384));
+
+    let device = Blk::new(Disk::in_memory(&MemImage::new(vec![7; 512]), true), &spec::Disk::new("memory"));
+    assert_eq!(device.control().unwrap().resize(1024).unwrap_err().raw_os_error(), Some(30), "read-only");
+}
+
+#[test]
 fn entropy_fills_what_it_says_it_fills() {
     let ram = testkit::ram(0x10_0000);
     let rng = Rng::new();

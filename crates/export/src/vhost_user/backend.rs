@@ -156,7 +156,10 @@ impl Backend {
 }
 
 fn offered(device: &Blk) -> u64 {
-    device.features() | features::TRANSPORT | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+    // A ring that changes restarts the device, which forgets the write cache's switch: none is offered.
+    device.features() & !virtio::blk::CONFIG_WCE
+        | features::TRANSPORT
+        | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
 }
 
 fn refused<T>(what: &'static str) -> Result<T> {

@@ -1,76 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The block device as the transport sees it: features, configuration space, start and stop of the worker. Lives under the
-//! PCI function's lock; the disk is here while the device is reset and with the worker while it runs.
+//! The block device as the transport sees it: features, configuration space, start and stop of the workers. Lives under the
+//! PCI function's lock; its handle on the disk is never on the way of a request, the workers have their own.
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use base::SECTOR_SIZE;
-use block::{Disk, Limits};
+use block::{Completion, Disk, Op};
 
-use super::request::{ID_LEN, MAX_RANGE_SECTORS};
+use super::config::{self, Blocks, ConfigSpace, WRITEBACK, feature};
+use super::request::{ID_LEN, Shape};
+use super::shared::{BlkControl, Shared};
 use super::stats::BlkStats;
-use super::worker::{self, Engine, Handle};
+use super::throttle::{Clock, Throttle};
+use super::worker::{self, Setup, Workers};
 use crate::device::{Activation, VirtioDevice};
 use crate::queue::DEFAULT_SIZE;
 
-/// Feature bits (virtio 1.2, 5.2.3).
-mod feature {
-    pub const SEG_MAX: u64 = 1 << 2;
-    pub const RO: u64 = 1 << 5;
-    pub const BLK_SIZE: u64 = 1 << 6;
-    pub const FLUSH: u64 = 1 << 9;
-    pub const TOPOLOGY: u64 = 1 << 10;
-    pub const DISCARD: u64 = 1 << 13;
-    pub const WRITE_ZEROES: u64 = 1 << 14;
-}
-
-/// The queue's largest size.
-const QUEUE_SIZES: [u16; 1] = [DEFAULT_SIZE];
-/// Data segments of one request: what a chain holds beside header and status.
-const SEG_MAX: u32 = DEFAULT_SIZE as u32 - 2;
-/// Bytes of the configuration space up to and with the write-zeroes fields (5.2.4).
-const CONFIG_LEN: usize = 60;
-
 /// A virtio block device.
 pub struct Blk {
-    name: String,
+    disk: Disk,
+    setup: Setup,
     features: u64,
-    config: [u8; CONFIG_LEN],
-    stats: Arc<BlkStats>,
-    state: State,
-}
-
-enum State {
-    Idle(Box<Engine>),
-    Running(Handle),
-    /// The worker died and took the disk with it.
-    Lost,
+    blocks: Blocks,
+    config: ConfigSpace,
+    /// The capacity that the configuration space has.
+    shown: u64,
+    queue_sizes: Vec<u16>,
+    warning: Option<String>,
+    workers: Option<Workers>,
 }
 
 impl Blk {
     /// A device for `disk`, which was opened as `spec` says.
     #[must_use]
     pub fn new(disk: Disk, spec: &spec::Disk) -> Self {
-        let stats = Arc::new(BlkStats::default());
-        let mut features = feature::SEG_MAX | feature::BLK_SIZE | feature::TOPOLOGY;
-        if disk.readonly() {
-            features |= feature::RO;
-        } else {
-            features |= feature::DISCARD | feature::WRITE_ZEROES;
-            // Without FLUSH the guest takes every finished write for durable and sends no flushes, which is what the
-            // user asked for with `cache=unsafe`.
-            if spec.cache != spec::Cache::Unsafe {
-                features |= feature::FLUSH;
-            }
-        }
-        let config = config_space(disk.size(), disk.limits());
+        Self::with_clock(disk, spec, Clock::default())
+    }
+
+    /// The same with a clock for its rate limits.
+    #[must_use]
+    pub fn with_clock(disk: Disk, spec: &spec::Disk, clock: Clock) -> Self {
+        let queues = usize::from(spec.queues.unwrap_or(1).max(1));
+        let features = config::features(&disk, spec, queues);
+        let blocks = Blocks::new(&disk, spec);
+        let size = disk.size() - disk.size() % u64::from(blocks.logical);
+        let hidden = disk.size() - size;
+        let warning = disk.warning().map(str::to_owned).or_else(|| {
+            let (path, block) = (disk.path().display(), blocks.logical);
+            (hidden > 0).then(|| {
+                format!("disk {path}: its last {hidden} bytes are no whole block of {block} and hidden from the guest")
+            })
+        });
         let mut id = [0; ID_LEN];
         for (to, from) in id.iter_mut().zip(spec.serial.as_deref().unwrap_or_default().bytes()) {
             *to = from;
         }
-        let engine = Box::new(Engine { disk, id, stats: Arc::clone(&stats) });
-        Self { name: "blk".into(), features, config, stats, state: State::Idle(engine) }
+        let shared = Shared {
+            id,
+            stats: Arc::new(BlkStats::new(queues)),
+            throttle: Throttle::new(&spec.throttle, clock),
+            capacity: AtomicU64::new(size),
+            writeback: AtomicBool::new(true),
+        };
+        let setup = Setup {
+            name: "blk".into(),
+            one_thread: spec.threads == spec::DiskThreads::Shared,
+            several: queues > 1,
+            shape: Shape { size, block: SECTOR_SIZE as u32, readonly: disk.readonly() },
+            shared: Arc::new(shared),
+        };
+        Self {
+            disk,
+            setup,
+            features,
+            blocks,
+            config: ConfigSpace::new(size, blocks, queues),
+            shown: size,
+            queue_sizes: vec![DEFAULT_SIZE; queues],
+            warning,
+            workers: None,
+        }
     }
 
     /// Opens the disk that `spec` describes and makes a device for it.
@@ -105,59 +117,67 @@ impl Blk {
             spec::Backing::Folder => block::BackingGate::SameFolder,
             spec::Backing::Any => block::BackingGate::Any,
         };
-        Ok(Self::new(Disk::open(&options)?, spec))
+        let device = Self::new(Disk::open(&options)?, spec);
+        if device.shown == 0 {
+            let what = format!("it has no whole block of {} bytes; choose a smaller one", device.blocks.logical);
+            return Err(block::Error::Unsupported(spec.path.clone(), what));
+        }
+        Ok(device)
     }
 
-    /// Names the worker thread after the disk's number.
+    /// Names the worker threads after the disk's number.
     #[must_use]
     pub fn numbered(mut self, number: usize) -> Self {
-        self.name = format!("blk-{number}");
+        self.setup.name = format!("blk-{number}");
         self
     }
 
     /// The device's counters; they go on through resets.
     #[must_use]
     pub fn stats(&self) -> Arc<BlkStats> {
-        Arc::clone(&self.stats)
+        Arc::clone(&self.setup.shared.stats)
     }
 
     /// What the user should hear about the image, once, before the guest runs.
     #[must_use]
     pub fn warning(&self) -> Option<&str> {
-        match &self.state {
-            State::Idle(engine) => engine.disk.warning(),
-            State::Running(_) | State::Lost => None,
+        self.warning.as_deref()
+    }
+
+    /// The way to change the disk while the device runs.
+    ///
+    /// # Errors
+    /// When the host has no descriptors left.
+    pub fn control(&self) -> io::Result<BlkControl> {
+        // Direct I/O wants whole blocks of the host up to the end, whatever the guest is told.
+        let block = self.blocks.logical.max(self.disk.limits().block_size);
+        Ok(BlkControl::new(self.disk.share()?, Arc::clone(&self.setup.shared), block))
+    }
+
+    /// The driver switches the write cache.
+    fn set_writeback(&mut self, on: bool) {
+        let was = self.setup.shared.writeback.swap(on, Ordering::AcqRel);
+        self.config.set_writeback(on);
+        if was && !on && self.workers.is_some() {
+            // What is written is durable from here on, and so is what was. The vCPU waits for it under the function's lock:
+            // it asked for nothing else, and no request takes that lock.
+            flush(&mut self.disk);
         }
     }
 }
 
-/// The configuration space (5.2.4), little-endian.
-fn config_space(size: u64, limits: Limits) -> [u8; CONFIG_LEN] {
-    let block = limits.block_size.max(SECTOR_SIZE as u32);
-    let physical = limits.discard_granularity.max(block);
-    // 2^exponent logical blocks to a physical one, and the smallest I/O that is not rewritten below.
-    let exponent = (physical / block).max(1).ilog2() as u8;
-    let min_io = u16::try_from(physical / block).unwrap_or(1).max(1);
-    let align = physical / SECTOR_SIZE as u32;
-    let mut config = [0; CONFIG_LEN];
-    let mut put = |at: usize, bytes: &[u8]| {
-        for (to, from) in config.iter_mut().skip(at).zip(bytes) {
-            *to = *from;
+/// Waits until what was written is durable; an error shows again at the guest's next flush.
+fn flush(disk: &mut Disk) {
+    disk.submit(&block::Request { id: 0, op: Op::Flush, offset: 0, len: 0, segs: &[] });
+    let mut done: Vec<Completion> = Vec::new();
+    loop {
+        disk.commit();
+        disk.reap(&mut done);
+        if !done.is_empty() {
+            return;
         }
-    };
-    put(0, &(size / SECTOR_SIZE).to_le_bytes());
-    put(12, &SEG_MAX.to_le_bytes());
-    put(20, &block.to_le_bytes());
-    put(24, &[exponent, 0]);
-    put(26, &min_io.to_le_bytes());
-    put(34, &1u16.to_le_bytes());
-    put(36, &MAX_RANGE_SECTORS.to_le_bytes());
-    put(40, &1u32.to_le_bytes());
-    put(44, &align.to_le_bytes());
-    put(48, &MAX_RANGE_SECTORS.to_le_bytes());
-    put(52, &1u32.to_le_bytes());
-    put(56, &[1]);
-    config
+        std::thread::sleep(Duration::from_micros(100));
+    }
 }
 
 impl VirtioDevice for Blk {
@@ -170,47 +190,61 @@ impl VirtioDevice for Blk {
     }
 
     fn queue_sizes(&self) -> &[u16] {
-        &QUEUE_SIZES
+        &self.queue_sizes
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        let Ok(offset) = usize::try_from(offset) else { return };
-        for (to, from) in data.iter_mut().zip(self.config.iter().skip(offset)) {
-            *to = *from;
+        self.config.read(offset, data);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        // Only `writeback` can be written, and only where CONFIG_WCE was offered (5.2.4).
+        if let (WRITEBACK, [value], true) = (offset, data, self.features & feature::CONFIG_WCE != 0) {
+            self.set_writeback(*value != 0);
         }
     }
 
-    fn write_config(&mut self, _offset: u64, _data: &[u8]) {
-        // Only `writeback` can be written, and only where CONFIG_WCE was offered (5.2.4).
+    fn update_config(&mut self) -> bool {
+        let size = self.setup.shared.capacity.load(Ordering::Acquire);
+        if size == self.shown {
+            return false;
+        }
+        self.shown = size;
+        self.config.set_size(size);
+        true
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<()> {
-        self.reset();
-        match std::mem::replace(&mut self.state, State::Lost) {
-            State::Idle(engine) => match worker::start(engine, activation, &self.name) {
-                Ok(handle) => {
-                    self.state = State::Running(handle);
-                    Ok(())
-                }
-                Err(not) => {
-                    self.state = State::Idle(not.engine);
-                    Err(not.error)
-                }
-            },
-            State::Running(_) | State::Lost => Err(io::Error::other("the disk's worker thread died earlier")),
+        self.stop();
+        let agreed = activation.features;
+        // A driver that does not know of larger blocks may ask for any sectors.
+        let whole = agreed & feature::BLK_SIZE != 0;
+        self.setup.shape.block = if whole { self.blocks.logical } else { SECTOR_SIZE as u32 };
+        if self.features & feature::CONFIG_WCE != 0 && agreed & feature::CONFIG_WCE == 0 {
+            // A driver that can't flush takes every finished write for durable (5.2.6.2).
+            self.set_writeback(agreed & feature::FLUSH != 0);
         }
+        self.workers = Some(worker::start(&self.disk, &self.setup, activation)?);
+        Ok(())
     }
 
     fn reset(&mut self) {
-        self.state = match std::mem::replace(&mut self.state, State::Lost) {
-            State::Running(handle) => handle.stop().map_or(State::Lost, State::Idle),
-            other => other,
-        };
+        self.stop();
+        self.setup.shared.writeback.store(true, Ordering::Release);
+        self.config.set_writeback(true);
+    }
+}
+
+impl Blk {
+    fn stop(&mut self) {
+        if let Some(workers) = self.workers.take() {
+            workers.stop();
+        }
     }
 }
 
 impl Drop for Blk {
     fn drop(&mut self) {
-        self.reset();
+        self.stop();
     }
 }

@@ -35,8 +35,10 @@ const UNMAP: u32 = 1;
 /// What the device is, as far as requests depend on it.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// Bytes of the disk; a multiple of 512.
+    /// Bytes of the disk; a multiple of `block`.
     pub size: u64,
+    /// Bytes of a block, a power of two, at least 512: what the driver agreed to ask for whole ones of.
+    pub block: u32,
     /// No writes.
     pub readonly: bool,
 }
@@ -127,11 +129,12 @@ fn read_header(chain: &Chain) -> Result<[u8; HEADER as usize], GuestFault> {
     if chain.read_at(0, &mut header) == header.len() { Ok(header) } else { Err(GuestFault::BlkLayout) }
 }
 
-/// The byte offset of `sector`, if `len` bytes from there on are whole sectors of the disk.
+/// The byte offset of `sector`, if `len` bytes from there on are whole blocks of the disk.
 fn check_range(sector: u64, len: u64, shape: Shape) -> Result<u64, GuestFault> {
     let offset = sector.checked_mul(SECTOR_SIZE).ok_or(GuestFault::BlkRange)?;
     let end = offset.checked_add(len).ok_or(GuestFault::BlkRange)?;
-    if !len.is_multiple_of(SECTOR_SIZE) || end > shape.size { Err(GuestFault::BlkRange) } else { Ok(offset) }
+    let whole = (offset | len).is_multiple_of(shape.block.into());
+    if !whole || end > shape.size { Err(GuestFault::BlkRange) } else { Ok(offset) }
 }
 
 /// Reads the one range of a discard or write-zeroes; the configuration space says that there may be only one.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a block device did, for the ledger. The worker counts in plain integers and publishes them once per batch; anyone
-//! may read them at any time.
+//! What a block device did, for the ledger. Each worker counts in plain integers and publishes them once per batch; anyone
+//! may read the sum at any time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,20 +10,24 @@ macro_rules! counters {
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct BlkCounts { $($(#[$doc])* pub $name: u64,)* }
 
-        /// The counters of a device, shared with its worker.
+        /// The counters of one worker.
         #[derive(Debug, Default)]
-        pub struct BlkStats { $($name: AtomicU64,)* }
+        struct Row { $($name: AtomicU64,)* }
 
-        impl BlkStats {
-            /// The counters as the worker last published them. Each is exact, but they may be of two neighbouring batches.
-            #[must_use]
-            pub fn read(&self) -> BlkCounts {
+        impl Row {
+            fn read(&self) -> BlkCounts {
                 BlkCounts { $($name: self.$name.load(Ordering::Relaxed),)* }
             }
 
-            /// Only the worker calls this, so plain stores will do.
-            pub(super) fn publish(&self, counts: &BlkCounts) {
+            /// Only the row's worker calls this, so plain stores will do.
+            fn publish(&self, counts: &BlkCounts) {
                 $(self.$name.store(counts.$name, Ordering::Relaxed);)*
+            }
+        }
+
+        impl BlkCounts {
+            fn plus(&self, other: &Self) -> Self {
+                Self { $($name: self.$name + other.$name,)* }
             }
         }
     };
@@ -48,12 +52,16 @@ counters! {
     errors,
     /// Requests that the guest got wrong.
     faults,
-    /// Kicks by the guest and completions that woke the worker, as counted by its eventfd.
+    /// Kicks by the guest and completions that woke a worker, as counted by its eventfds.
     signals,
-    /// Times the worker woke up.
+    /// Times a worker woke up.
     wakes,
     /// Interrupts sent.
     interrupts,
+    /// Times a worker stopped with requests waiting, because of the rate limits.
+    throttled,
+    /// Nanoseconds for which it did.
+    throttled_ns,
 }
 
 impl BlkCounts {
@@ -61,5 +69,34 @@ impl BlkCounts {
     #[must_use]
     pub const fn requests(&self) -> u64 {
         self.reads + self.writes + self.flushes + self.discards + self.others
+    }
+}
+
+/// The counters of a device, shared with its workers; one row for each queue, of which a worker of several uses the first.
+#[derive(Debug)]
+pub struct BlkStats {
+    rows: Box<[Row]>,
+}
+
+impl BlkStats {
+    pub(super) fn new(queues: usize) -> Self {
+        Self { rows: (0..queues).map(|_| Row::default()).collect() }
+    }
+
+    /// The counters as the workers last published them, added up. Each is exact, but they may be of neighbouring batches.
+    #[must_use]
+    pub fn read(&self) -> BlkCounts {
+        self.rows.iter().fold(BlkCounts::default(), |sum, row| sum.plus(&row.read()))
+    }
+
+    /// What the worker with this row counted.
+    pub(super) fn row(&self, index: u16) -> BlkCounts {
+        self.rows.get(usize::from(index)).map(Row::read).unwrap_or_default()
+    }
+
+    pub(super) fn publish(&self, index: u16, counts: &BlkCounts) {
+        if let Some(row) = self.rows.get(usize::from(index)) {
+            row.publish(counts);
+        }
     }
 }

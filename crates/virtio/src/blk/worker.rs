@@ -1,34 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The thread that serves a block device: owns the queue, the disk and the table of requests in flight, shares nothing but
-//! atomics, takes no lock.
+//! The threads that serve a block device: one for each queue, or one for all. Each owns its queues, a handle on the disk and
+//! the table of its requests in flight, shares nothing but atomics, takes no lock.
 //!
-//! It sleeps in one place, a blocking read of the queue's eventfd. The guest's kicks write to it, and so do the disk's
-//! completions and `stop`, so that a wake costs one system call whatever caused it. After a wake it takes all there is,
-//! sends it off in one batch, answers what is done, and interrupts the guest at most once per round.
+//! It sleeps in one place, on the eventfds of its queues. The guest's kicks write to them, and so do the disk's completions
+//! (to the first) and `stop`, so that a wake costs one system call whatever caused it. After a wake it takes all there is,
+//! sends it off in one batch, answers what is done, and interrupts the guest at most once per queue and round.
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use base::{EventFd, Seg};
 use block::{Completion, Disk, Op};
 use mem::GuestRam;
 
-use super::request::{ID_LEN, Request, Shape, StatusByte};
-use super::stats::{BlkCounts, BlkStats};
-use crate::device::{Activation, ActiveQueue, DeviceStatus};
+use super::request::{Request, Shape, StatusByte};
+use super::shared::Shared;
+use super::sleep::{Sleeper, schedule};
+use super::stats::BlkCounts;
+use crate::device::{Activation, ActiveQueue, DeviceStatus, status};
 use crate::fault::{Answer, GuestFault};
-use crate::queue::Chain;
+use crate::queue::{Chain, DEFAULT_SIZE};
 
 /// `VIRTIO_BLK_S_OK`.
 const OK: u8 = 0;
 /// `VIRTIO_BLK_S_IOERR`.
 const IOERR: u8 = 1;
-/// The worker's stack; its calls are shallow and nothing big lives on it.
+/// A worker's stack; its calls are shallow and nothing big lives on it.
 const STACK: usize = 128 << 10;
-/// Chains taken before the finished ones are shown to the guest: bounds the delay of the first by the work for the rest.
+/// Chains taken of one queue before the finished ones are shown to the guest: bounds the delay of the first by the work for
+/// the rest.
 const ROUND: usize = 32;
 
 /// A request the disk has; goes through [`Worker::finish`], and nowhere else.
@@ -37,228 +40,310 @@ struct InFlight {
     status: StatusByte,
     op: Op,
     len: u32,
+    /// It is done but for the flush that makes it durable.
+    flushing: bool,
 }
 
-/// What the device gives its worker and gets back at the end.
-pub struct Engine {
-    /// The disk.
-    pub disk: Disk,
-    /// What `GET_ID` answers.
-    pub id: [u8; ID_LEN],
-    /// Where the counters go.
-    pub stats: Arc<BlkStats>,
+/// What the workers of one device have in common.
+#[derive(Clone)]
+pub struct Setup {
+    /// Names of threads begin so.
+    pub name: String,
+    /// One thread for all queues.
+    pub one_thread: bool,
+    /// Whether the device has more queues than one.
+    pub several: bool,
+    /// What requests may be; its size is looked up anew for each.
+    pub shape: Shape,
+    /// Atomics.
+    pub shared: Arc<Shared>,
 }
 
-/// A running worker, as its device sees it.
-pub struct Handle {
-    thread: JoinHandle<Option<Box<Engine>>>,
+/// The running workers, as their device sees them.
+pub struct Workers {
+    threads: Vec<JoinHandle<()>>,
+    kicks: Vec<EventFd>,
     stop: Arc<AtomicBool>,
-    kick: EventFd,
 }
 
-impl Handle {
-    /// Stops the worker after what it has in flight and gives the engine back; `None` if the worker died.
-    pub fn stop(self) -> Option<Box<Engine>> {
+impl Workers {
+    /// Stops the workers after what they have in flight.
+    pub fn stop(self) {
         self.stop.store(true, Ordering::Release);
-        // The only failure is a full counter, and then the worker is awake anyway.
-        let _ = self.kick.write(1);
-        self.thread.join().ok().flatten()
+        for kick in &self.kicks {
+            // The only failure is a full counter, and then the worker is awake anyway.
+            let _ = kick.write(1);
+        }
+        for thread in self.threads {
+            // One that died has said so by its panic; its requests stay unanswered.
+            let _ = thread.join();
+        }
     }
 }
 
-/// Why a worker could not be started; the engine comes back.
-pub struct NotStarted {
-    /// As it was.
-    pub engine: Box<Engine>,
-    /// The host's reason.
-    pub error: io::Error,
-}
-
-/// Starts the worker of the device's first queue on a thread called `name`.
+/// Starts the workers for the queues that the driver enabled, each with a handle of its own on `disk`.
 ///
 /// # Errors
-/// When the host has no thread or descriptor left, or the driver enabled no queue.
-pub fn start(engine: Box<Engine>, activation: Activation, name: &str) -> Result<Handle, NotStarted> {
-    let fail = |engine, error| NotStarted { engine, error };
-    let Some(queue) = activation.queues.into_iter().find(|q| q.index == 0) else {
-        return Err(fail(engine, io::Error::new(io::ErrorKind::InvalidInput, "the driver enabled no queue")));
-    };
-    let kick = match queue.kick.try_clone() {
-        Ok(kick) => kick,
-        Err(e) => return Err(fail(engine, e)),
-    };
-    // The thread starts empty-handed, so that nothing is lost if it does not start.
-    let (hand_over, taken) = mpsc::sync_channel::<Worker>(1);
-    let spawned = thread::Builder::new()
-        .name(name.to_owned())
-        .stack_size(STACK)
-        .spawn(move || taken.recv().ok().map(Worker::run));
-    let thread = match spawned {
-        Ok(thread) => thread,
-        Err(e) => return Err(fail(engine, e)),
-    };
-    let stop = Arc::new(AtomicBool::new(false));
-    let worker = Worker::new(engine, queue, activation.ram, activation.status, Arc::clone(&stop));
-    match hand_over.send(worker) {
-        Ok(()) => Ok(Handle { thread, stop, kick }),
-        Err(mpsc::SendError(worker)) => Err(fail(worker.engine, io::Error::other("the worker thread died"))),
+/// When the host has no thread or descriptor left, or the driver enabled no queue. Nothing runs then.
+pub fn start(disk: &Disk, setup: &Setup, activation: Activation) -> io::Result<Workers> {
+    let Activation { ram, queues, status, .. } = activation;
+    if queues.is_empty() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the driver enabled no queue"));
     }
+    let groups: Vec<Vec<ActiveQueue>> =
+        if setup.one_thread { vec![queues] } else { queues.into_iter().map(|q| vec![q]).collect() };
+    let mut out = Workers { threads: Vec::new(), kicks: Vec::new(), stop: Arc::default() };
+    for group in groups {
+        let number = group.first().map_or(0, |q| q.index);
+        let name =
+            if setup.several && !setup.one_thread { format!("{}-q{number}", setup.name) } else { setup.name.clone() };
+        let begun = (|| {
+            let kick = group.first().map(|q| q.kick.try_clone()).transpose()?;
+            let life = Life { _ram: ram.clone(), status: Arc::clone(&status), stop: Arc::clone(&out.stop) };
+            let worker = Worker::new(disk.share()?, setup, group, number, life);
+            Ok((kick, thread::Builder::new().name(name).stack_size(STACK).spawn(move || worker.run())?))
+        })();
+        match begun {
+            Ok((kick, thread)) => {
+                out.kicks.extend(kick);
+                out.threads.push(thread);
+            }
+            Err(error) => {
+                out.stop();
+                return Err(error);
+            }
+        }
+    }
+    Ok(out)
 }
 
-struct Worker {
-    engine: Box<Engine>,
-    queue: ActiveQueue,
+/// What a worker's life depends on.
+struct Life {
     /// Keeps the memory of requests in flight mapped.
     _ram: GuestRam,
     status: Arc<DeviceStatus>,
     stop: Arc<AtomicBool>,
-    /// By head.
-    slots: Box<[Option<InFlight>]>,
-    in_flight: usize,
-    /// The guest broke the queue: answer what is in flight, take nothing more.
-    dead: bool,
-    /// The disk was told to write the eventfd for each completion.
-    waking: bool,
-    counts: BlkCounts,
+}
+
+/// Used again for each request.
+#[derive(Default)]
+struct Scratch {
     chain: Chain,
     data: Vec<Seg>,
     done: Vec<Completion>,
+}
+
+struct Worker {
+    disk: Disk,
+    queues: Vec<ActiveQueue>,
+    shared: Arc<Shared>,
     shape: Shape,
+    life: Life,
+    /// Which row of the counters is its own.
+    row: u16,
+    /// By the disk's request number: queue by queue, then by head.
+    slots: Box<[Option<InFlight>]>,
+    in_flight: usize,
+    /// The queue that is looked at first; it changes, so that none has all the tokens of a throttled disk.
+    first: usize,
+    /// The guest broke a queue of the device: answer what is in flight, take nothing more.
+    dead: bool,
+    /// The disk was told to write the eventfd for each completion.
+    waking: bool,
+    /// Since when requests have waited for the rate limits.
+    held_since: Option<u64>,
+    counts: BlkCounts,
+    scratch: Scratch,
+}
+
+/// What there was to take of a queue.
+enum Took {
+    /// All of it.
+    All,
+    /// As much as one round may.
+    Some,
+    /// It waits for the rate limits so long.
+    Held(Duration),
+}
+
+/// What to do after a round.
+enum Next {
+    /// Another.
+    Again,
+    /// Sleep until there is something.
+    Sleep,
+    /// Sleep at most so long.
+    SleepFor(Duration),
 }
 
 impl Worker {
-    fn new(
-        engine: Box<Engine>,
-        queue: ActiveQueue,
-        ram: GuestRam,
-        status: Arc<DeviceStatus>,
-        stop: Arc<AtomicBool>,
-    ) -> Self {
-        let slots = (0..queue.ring.size()).map(|_| None).collect();
-        let shape = Shape { size: engine.disk.size(), readonly: engine.disk.readonly() };
-        let counts = engine.stats.read();
+    fn new(disk: Disk, setup: &Setup, queues: Vec<ActiveQueue>, row: u16, life: Life) -> Self {
+        let slots = (0..queues.len() * usize::from(DEFAULT_SIZE)).map(|_| None).collect();
         Self {
-            engine,
-            queue,
-            _ram: ram,
-            status,
-            stop,
+            disk,
+            queues,
+            shape: setup.shape,
+            life,
+            row,
             slots,
             in_flight: 0,
+            first: 0,
             dead: false,
             waking: false,
-            counts,
-            chain: Chain::new(),
-            data: Vec::new(),
-            done: Vec::new(),
-            shape,
+            held_since: None,
+            counts: setup.shared.stats.row(row),
+            shared: Arc::clone(&setup.shared),
+            scratch: Scratch::default(),
         }
     }
 
     /// The thread's life.
-    fn run(mut self) -> Box<Engine> {
+    fn run(mut self) {
         schedule();
-        // The queue's eventfd comes non-blocking, for users of epoll; this thread sleeps in the read itself.
-        let ready = blocking(&self.queue.kick, true).and_then(|()| self.engine.disk.attach(&self.queue.kick));
-        match ready {
-            Ok(()) => {
-                self.engine.disk.want_wake(false);
-                while !self.stop.load(Ordering::Acquire) {
-                    if self.turn() {
-                        self.sleep();
+        match self.attach() {
+            Ok(mut sleeper) => {
+                self.disk.want_wake(false);
+                while !self.life.stop.load(Ordering::Acquire) {
+                    match self.turn() {
+                        Next::Again => {}
+                        Next::Sleep => self.sleep(&mut sleeper, None),
+                        Next::SleepFor(limit) => self.sleep(&mut sleeper, Some(limit)),
                     }
                 }
                 self.wind_up();
             }
-            Err(e) => self.status.host_failed(&e),
+            Err(e) => self.life.status.host_failed(&e),
         }
-        // Whoever reads it next expects it as it came. It can't fail: it is open and the first change worked.
-        let _ = blocking(&self.queue.kick, false);
-        self.engine
     }
 
-    /// One round: takes what the guest offers, answers what is done. `true` when there is nothing left to do but sleep.
-    fn turn(&mut self) -> bool {
-        self.queue.ring.disable_kicks();
-        let mut drained = self.dead;
-        for _ in 0..ROUND {
-            if drained {
-                break;
+    fn attach(&mut self) -> io::Result<Sleeper> {
+        let kicks = self.queues.iter().map(|q| q.kick.try_clone()).collect::<io::Result<_>>()?;
+        let sleeper = Sleeper::new(kicks)?;
+        match self.queues.first() {
+            Some(queue) => self.disk.attach(&queue.kick).map(|()| sleeper),
+            None => Ok(sleeper),
+        }
+    }
+
+    /// One round: takes what the guest offers, answers what is done.
+    fn turn(&mut self) -> Next {
+        // A broken queue stops the others of its device too.
+        self.dead |= self.life.status.get() & status::NEEDS_RESET != 0;
+        let count = self.queues.len();
+        let (mut drained, mut held) = (true, None);
+        for i in 0..count {
+            match self.take((self.first + i) % count) {
+                Took::All => {}
+                Took::Some => drained = false,
+                Took::Held(wait) => held = Some(wait),
             }
-            let begun = match self.queue.ring.pop(&mut self.chain) {
-                Ok(true) => self.begin(),
-                Ok(false) => {
-                    drained = true;
-                    Ok(())
+        }
+        self.first = (self.first + 1) % count.max(1);
+        self.disk.commit();
+        self.answer_done();
+        match held {
+            _ if !drained => Next::Again,
+            Some(wait) => {
+                // No queue asks for kicks: what comes now would wait as well.
+                self.want_completions();
+                Next::SleepFor(wait)
+            }
+            None if self.may_sleep() => Next::Sleep,
+            None => Next::Again,
+        }
+    }
+
+    /// Takes what queue `at` offers.
+    fn take(&mut self, at: usize) -> Took {
+        if let Some(queue) = self.queues.get_mut(at) {
+            queue.ring.disable_kicks();
+        }
+        for _ in 0..ROUND {
+            let Some(queue) = self.queues.get_mut(at).filter(|_| !self.dead) else { return Took::All };
+            let mut now = 0;
+            if let Some(throttle) = self.shared.throttle.as_ref().filter(|_| queue.ring.has_more()) {
+                now = throttle.now();
+                if let Some(wait) = throttle.wait(now) {
+                    if self.held_since.is_none() {
+                        self.held_since = Some(now);
+                        self.counts.throttled += 1;
+                    }
+                    return Took::Held(wait);
                 }
+                let since = self.held_since.take().unwrap_or(now);
+                self.counts.throttled_ns += now.saturating_sub(since);
+            }
+            let begun = match queue.ring.pop(&mut self.scratch.chain) {
+                Ok(true) => self.begin(at, now),
+                Ok(false) => return Took::All,
                 Err(fault) => Err(fault),
             };
             if let Err(fault) = begun {
                 self.counts.faults += 1;
                 self.dead = true;
-                drained = true;
-                self.status.needs_reset(fault);
+                self.life.status.needs_reset(fault);
             }
         }
-        self.engine.disk.commit();
-        self.answer_done();
-        drained && self.may_sleep()
+        Took::Some
     }
 
     /// Looks for the last time, after telling guest and disk to wake us for what comes next.
     fn may_sleep(&mut self) -> bool {
-        if !self.dead && self.queue.ring.enable_kicks() {
+        // Each queue is asked, also after one that has more.
+        let more = self.queues.iter_mut().filter(|_| !self.dead).fold(false, |more, q| q.ring.enable_kicks() | more);
+        if more {
             return false;
         }
-        if self.in_flight > 0 {
-            self.engine.disk.want_wake(true);
-            self.waking = true;
-            self.answer_done();
-        }
+        self.want_completions();
         true
     }
 
-    fn sleep(&mut self) {
-        self.engine.stats.publish(&self.counts);
-        match self.queue.kick.read() {
-            Ok(signals) => self.counts.signals += signals,
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                // Someone else changed the mode of the shared eventfd; without this the thread would spin.
-                let _ = blocking(&self.queue.kick, true);
-            }
-            // A signal: one more round finds nothing and sleeps again.
-            Err(_) => {}
-        }
-        self.counts.wakes += 1;
-        if std::mem::take(&mut self.waking) {
-            self.engine.disk.want_wake(false);
+    fn want_completions(&mut self) {
+        if self.in_flight > 0 {
+            self.disk.want_wake(true);
+            self.waking = true;
+            self.answer_done();
         }
     }
 
-    /// Starts the request in `chain`.
-    fn begin(&mut self) -> Result<(), GuestFault> {
-        let head = self.chain.head();
-        let status = StatusByte::of(&self.chain)?;
-        match Request::parse(&self.chain, self.shape, &mut self.data) {
+    fn sleep(&mut self, sleeper: &mut Sleeper, limit: Option<Duration>) {
+        self.shared.stats.publish(self.row, &self.counts);
+        self.counts.signals += sleeper.sleep(limit);
+        self.counts.wakes += 1;
+        if std::mem::take(&mut self.waking) {
+            self.disk.want_wake(false);
+        }
+    }
+
+    /// Starts the request in the chain of queue `at`; `now` is the throttle's time.
+    fn begin(&mut self, at: usize, now: u64) -> Result<(), GuestFault> {
+        let Scratch { chain, data, .. } = &mut self.scratch;
+        let head = chain.head();
+        let status = StatusByte::of(chain)?;
+        self.shape.size = self.shared.capacity.load(Ordering::Acquire);
+        match Request::parse(chain, self.shape, data) {
             Ok(Request::Disk { op, offset, len }) => {
+                if let Some(throttle) = &self.shared.throttle {
+                    throttle.charge(now, if matches!(op, Op::Read | Op::Write) { len.into() } else { 0 });
+                }
                 // The queue gives heads below its size only, and each once, so the slot is there and free.
-                if let Some(slot) = self.slots.get_mut(usize::from(head)) {
-                    *slot = Some(InFlight { status, op, len });
+                let id = at * usize::from(DEFAULT_SIZE) + usize::from(head);
+                if let (Some(slot), Ok(id)) = (self.slots.get_mut(id), u16::try_from(id)) {
+                    *slot = Some(InFlight { status, op, len, flushing: false });
                     self.in_flight += 1;
-                    let len = u64::from(len);
-                    self.engine.disk.submit(&block::Request { id: head, op, offset, len, segs: &self.data });
+                    self.disk.submit(&block::Request { id, op, offset, len: len.into(), segs: data });
                 }
             }
             Ok(Request::GetId) => {
                 self.counts.others += 1;
-                let written = self.chain.write_at(0, &self.engine.id) as u32;
-                self.answer(head, status, OK, written);
+                let written = chain.write_at(0, &self.shared.id) as u32;
+                self.answer(at, head, status, OK, written);
             }
             Err(fault) => {
                 let Answer::Status(code) = fault.answer() else { return Err(fault) };
                 self.counts.faults += 1;
                 self.counts.others += 1;
-                self.answer(head, status, code, 0);
+                self.answer(at, head, status, code, 0);
             }
         }
         Ok(())
@@ -266,24 +351,38 @@ impl Worker {
 
     /// Answers what the disk has finished and interrupts the guest if it wants to hear of it.
     fn answer_done(&mut self) {
-        let mut done = std::mem::take(&mut self.done);
-        self.engine.disk.reap(&mut done);
-        for Completion { id, result } in done.drain(..) {
-            self.finish(id, result.is_ok());
+        let mut done = std::mem::take(&mut self.scratch.done);
+        loop {
+            self.disk.reap(&mut done);
+            let flushes =
+                done.drain(..).fold(false, |any, Completion { id, result }| self.finish(id, result.is_ok()) | any);
+            if !flushes {
+                break;
+            }
+            self.disk.commit();
         }
-        self.done = done;
-        if self.queue.ring.needs_notification() {
-            self.counts.interrupts += 1;
-            self.queue.irq.notify();
+        self.scratch.done = done;
+        for queue in &mut self.queues {
+            if queue.ring.needs_notification() {
+                self.counts.interrupts += 1;
+                queue.irq.notify();
+            }
         }
     }
 
-    /// Answers one request of the disk.
-    fn finish(&mut self, head: u16, ok: bool) {
-        let Some(InFlight { status, op, len }) = self.slots.get_mut(usize::from(head)).and_then(Option::take) else {
+    /// Answers one request of the disk, or, if it has to be durable first, asks for that: `true`.
+    fn finish(&mut self, id: u16, ok: bool) -> bool {
+        let Some(slot) = self.slots.get_mut(usize::from(id)) else { return false };
+        let Some(InFlight { status, op, len, flushing }) = slot.take() else {
             debug_assert!(false, "the disk answered a request nobody made");
-            return;
+            return false;
         };
+        let changed = ok && !flushing && matches!(op, Op::Write | Op::WriteZeroes { .. });
+        if changed && !self.shared.writeback.load(Ordering::Acquire) {
+            *slot = Some(InFlight { status, op, len, flushing: true });
+            self.disk.submit(&block::Request { id, op: Op::Flush, offset: 0, len: 0, segs: &[] });
+            return true;
+        }
         self.in_flight -= 1;
         let bytes = if ok { u64::from(len) } else { 0 };
         self.counts.errors += u64::from(!ok);
@@ -298,54 +397,40 @@ impl Worker {
             Op::Flush => self.counts.flushes += 1,
             Op::Discard | Op::WriteZeroes { .. } => self.counts.discards += 1,
         }
-        self.answer(head, status, if ok { OK } else { IOERR }, if op == Op::Read && ok { len } else { 0 });
+        let (at, head) = (usize::from(id / DEFAULT_SIZE), id % DEFAULT_SIZE);
+        let written = if op == Op::Read && ok { len } else { 0 };
+        self.answer(at, head, status, if ok { OK } else { IOERR }, written);
+        false
     }
 
     /// Writes the status byte and gives the chain back; `written` bytes from the start of the writable part were written
     /// before it. The driver is told how long the run of written bytes is (virtio 1.2, 2.7.8.2), status included if the run
     /// reaches it.
-    fn answer(&mut self, head: u16, status: StatusByte, code: u8, written: u32) {
+    fn answer(&mut self, at: usize, head: u16, status: StatusByte, code: u8, written: u32) {
         status.write(code);
         let run = if written >= status.before { status.before + 1 } else { written };
-        self.queue.ring.push_used(head, run);
+        if let Some(queue) = self.queues.get_mut(at) {
+            queue.ring.push_used(head, run);
+        }
     }
 
     /// Answers everything in flight; the guest is resetting the device and hears nothing of it.
     fn wind_up(&mut self) {
-        self.engine.disk.detach();
-        let mut done = Vec::new();
-        self.engine.disk.reap(&mut done);
-        for Completion { id, result } in done {
-            self.finish(id, result.is_ok());
+        self.disk.detach();
+        loop {
+            let mut done = Vec::new();
+            self.disk.reap(&mut done);
+            let flushes = done.drain(..).fold(false, |any, c| self.finish(c.id, c.result.is_ok()) | any);
+            if !flushes {
+                break;
+            }
+            self.disk.commit();
+            self.disk.detach();
         }
         debug_assert_eq!(self.in_flight, 0, "the disk lost a request");
-        self.engine.stats.publish(&self.counts);
-    }
-}
-
-/// How much the worker goes before the vCPUs of its own machine, where both want one CPU: enough to preempt a vCPU whenever it
-/// wakes up, so that the answer is there before the guest has gone idle, which would cost it a halt and the way back.
-const NICE: libc::c_int = -5;
-
-/// How the scheduler treats the worker; the one place to change it. What it takes first its guest has asked for; between
-/// machines that each have a control group, nothing changes. Without the right to do so the worker runs like any other thread.
-fn schedule() {
-    // SAFETY: no pointers; 0 is the calling thread.
-    let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
-}
-
-/// Makes reads of `fd` sleep, or not.
-fn blocking(fd: &EventFd, on: bool) -> io::Result<()> {
-    // SAFETY: no pointers; the descriptor is open since `fd` is borrowed.
-    let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
-    if flags < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let flags = if on { flags & !libc::O_NONBLOCK } else { flags | libc::O_NONBLOCK };
-    // SAFETY: as above.
-    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags) } < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(())
+        if let (Some(since), Some(throttle)) = (self.held_since.take(), &self.shared.throttle) {
+            self.counts.throttled_ns += throttle.now().saturating_sub(since);
+        }
+        self.shared.stats.publish(self.row, &self.counts);
     }
 }

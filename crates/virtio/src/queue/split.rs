@@ -146,6 +146,13 @@ impl Queue {
         taken.map(|()| true)
     }
 
+    /// Whether the driver offers more than was taken. A promise of nothing: what it is shows when it is taken.
+    #[inline]
+    #[must_use]
+    pub fn has_more(&self) -> bool {
+        !self.broken && (self.next_avail != self.seen_avail || self.avail_idx(Ordering::Relaxed) != self.next_avail)
+    }
+
     /// Reads the available index; `false` if nothing came.
     #[inline]
     fn look(&mut self) -> Result<bool, GuestFault> {

@@ -270,6 +270,13 @@ impl Core {
         self.device.write_config(offset, data);
     }
 
+    /// The device may have changed its configuration: the driver sees it from here on, and hears of it.
+    pub fn update_config(&mut self) {
+        if self.device.update_config() {
+            self.status.config_changed();
+        }
+    }
+
     /// The configuration generation.
     #[must_use]
     pub fn generation(&self) -> u8 {

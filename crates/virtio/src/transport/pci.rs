@@ -181,6 +181,11 @@ impl VirtioPci {
         self.core.shared_status()
     }
 
+    /// The device may have changed its configuration; see [`VirtioDevice::update_config`].
+    pub fn update_config(&mut self) {
+        self.core.update_config();
+    }
+
     /// The state machine behind the registers.
     #[must_use]
     pub const fn core(&self) -> &Core {

@@ -4,6 +4,9 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
 
 mod faults;
+mod limits;
 mod model;
+mod queues;
 mod requests;
 mod rig;
+mod several;

@@ -82,6 +82,7 @@ pub struct Rig {
     pub irq: Arc<RecordingLine>,
     pub status: Arc<DeviceStatus>,
     pub kick: EventFd,
+    agreed: u64,
     sent: HashMap<u16, Sent>,
     replies: HashMap<u16, Reply>,
     heap: u64,
@@ -93,11 +94,17 @@ impl Rig {
         (Self::new(Disk::in_memory(&image, false), &spec::Disk::new("memory")), image)
     }
 
+    /// A driver that takes all that is offered.
     pub fn new(disk: Disk, spec: &spec::Disk) -> Self {
-        Self::with_features(disk, spec, features::TRANSPORT)
+        Self::of(Blk::new(disk, spec), features::TRANSPORT | u64::MAX >> 40)
     }
 
     pub fn with_features(disk: Disk, spec: &spec::Disk, agreed: u64) -> Self {
+        Self::of(Blk::new(disk, spec), agreed)
+    }
+
+    pub fn of(device: Blk, wanted: u64) -> Self {
+        let agreed = wanted & (device.features() | features::TRANSPORT);
         let ram = testkit::ram(RAM);
         let queue = GuestQueue::new(&ram, 0x1000, SIZE);
         let irq = Arc::new(RecordingLine::default());
@@ -106,7 +113,8 @@ impl Rig {
         let mut rig = Self {
             ram,
             queue,
-            device: Blk::new(disk, spec),
+            device,
+            agreed,
             irq,
             status,
             kick,
@@ -132,7 +140,8 @@ impl Rig {
         self.device.reset();
         self.queue = GuestQueue::new(&self.ram, 0x1000, SIZE);
         self.sent.clear();
-        self.activate(features::TRANSPORT);
+        self.status = Arc::new(DeviceStatus::new(self.irq.clone()));
+        self.activate(self.agreed);
     }
 
     /// A place for `len` bytes, `gap` bytes past the last.
