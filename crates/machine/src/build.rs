@@ -40,11 +40,11 @@ pub struct Built {
     pub button: Arc<EventFd>,
 }
 
-/// Builds the VM that `spec` describes.
+/// Builds the VM that `spec` describes; with `remote` so that it can be asked for changes.
 ///
 /// # Errors
 /// See [`Error`].
-pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
+pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool) -> Result<Built, Error> {
     let kvm = Kvm::open(&spec.kvm)?;
     check_host(spec, &kvm)?;
     let vm = kvm.create_vm()?;
@@ -62,7 +62,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo) -> Result<Built, Error> {
     vm.add_irqfd(&button, layout::ACPI_EVENT_GSI)?;
     let mut serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
     let mut pci = PciHost::new(&vm, &ram);
-    let registry = Registry::populate(spec, &mut pci, io)?;
+    let registry = Registry::populate(spec, &mut pci, io, remote)?;
     let loaded = load(spec, &ram, !pci.is_empty())?;
 
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));

@@ -18,13 +18,16 @@ use crate::error::{Error, host};
 use crate::layout::PCI_WINDOW;
 use crate::msi::KvmMsi;
 
+/// A device on the bus, under its own lock.
+pub type Function = Arc<Mutex<VirtioPci>>;
+
 /// A BAR that answers.
 struct Range {
     start: u64,
     end: u64,
     slot: u8,
     bar: u8,
-    device: Arc<Mutex<VirtioPci>>,
+    device: Function,
 }
 
 /// A doorbell that KVM answers.
@@ -40,7 +43,7 @@ pub struct PciHost {
     ram: GuestRam,
     msi: KvmMsi,
     bus: Mutex<PciBus>,
-    devices: Vec<(u8, Arc<Mutex<VirtioPci>>)>,
+    devices: Vec<(u8, Function)>,
     /// Next free address of the BAR window.
     next: u64,
     map: RwLock<Vec<Range>>,
@@ -73,11 +76,11 @@ impl PciHost {
         self.devices.is_empty()
     }
 
-    /// Puts `device` into the next slot, its BARs at the next addresses.
+    /// Puts `device` into the next slot, its BARs at the next addresses, and gives it as it is there.
     ///
     /// # Errors
     /// [`Error::TooMuch`] when the bus is full, [`Error::Host`] when the host is out of descriptors or interrupts.
-    pub fn add(&mut self, device: Box<dyn VirtioDevice>) -> Result<(), Error> {
+    pub fn add(&mut self, device: Box<dyn VirtioDevice>) -> Result<Function, Error> {
         let sink: &dyn MsiSink = &self.msi;
         let mut function =
             VirtioPci::new(device, self.ram.clone(), sink).map_err(host("give a device its interrupts"))?;
@@ -88,8 +91,8 @@ impl PciHost {
         }
         let function = Arc::new(Mutex::new(function));
         let slot = lock(&self.bus).attach(function.clone()).map_err(|e| Error::TooMuch(e.to_string()))?;
-        self.devices.push((slot, function));
-        Ok(())
+        self.devices.push((slot, function.clone()));
+        Ok(function)
     }
 
     /// Reads configuration space at byte `offset` of the ECAM.
@@ -120,7 +123,7 @@ impl PciHost {
         true
     }
 
-    fn find(&self, at: u64) -> Option<(Arc<Mutex<VirtioPci>>, u8, u64)> {
+    fn find(&self, at: u64) -> Option<(Function, u8, u64)> {
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
         let range = map.iter().find(|r| (r.start..r.end).contains(&at))?;
         Some((range.device.clone(), range.bar, at - range.start))

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use base::reactor::Token;
 use spec::Vm;
-use virtio::blk::{Blk, BlkStats};
+use virtio::blk::{Blk, BlkControl, BlkStats};
 use virtio::console::{Console, ConsolePort};
 use virtio::rng::Rng;
 use virtio::stats::Counters;
@@ -16,10 +16,13 @@ use virtio::stats::Counters;
 use crate::console::ConsoleIo;
 use crate::error::{Error, host};
 use crate::ledger::DeviceLedger;
-use crate::pci_host::PciHost;
+use crate::pci_host::{Function, PciHost};
 
 /// How long the guest's last output may wait for a slow reader once the guest is over.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
+
+/// The way to change a disk, and its function on the bus, which tells the guest.
+pub type DiskControl = (BlkControl, Function);
 
 /// What the main thread keeps of the devices.
 #[derive(Default)]
@@ -27,16 +30,19 @@ pub struct Registry {
     disks: Vec<Arc<BlkStats>>,
     small: Vec<(&'static str, Arc<Counters>)>,
     console: Option<ConsolePort>,
+    /// Of each disk, if anybody may ask for changes.
+    controls: Vec<DiskControl>,
     /// Input that the guest's console had no room for.
     waiting: Vec<u8>,
 }
 
 impl Registry {
-    /// Makes the devices that `vm` asks for and puts them on the bus, in the order the guest should find them.
+    /// Makes the devices that `vm` asks for and puts them on the bus, in the order the guest should find them; with `remote`
+    /// also the ways to change them while they run.
     ///
     /// # Errors
     /// [`Error::Disk`] for a disk that can't be opened, [`Error::Host`] when the host is out of something.
-    pub fn populate(vm: &Vm, bus: &mut PciHost, io: &ConsoleIo) -> Result<Self, Error> {
+    pub fn populate(vm: &Vm, bus: &mut PciHost, io: &ConsoleIo, remote: bool) -> Result<Self, Error> {
         let mut out = Self::default();
         if vm.console == spec::Console::Virtio {
             let (console, port) = Console::new(&io.output, None).map_err(host("make the console"))?;
@@ -51,7 +57,9 @@ impl Registry {
                 eprintln!("tare: {warning}");
             }
             out.disks.push(disk.stats());
-            bus.add(Box::new(disk))?;
+            let control = if remote { Some(disk.control().map_err(host("make a handle on a disk"))?) } else { None };
+            let function = bus.add(Box::new(disk))?;
+            out.controls.extend(control.map(|control| (control, function)));
         }
         if vm.rng {
             let rng = Rng::new();
@@ -82,6 +90,11 @@ impl Registry {
         let Some(console) = &mut self.console else { return };
         let taken = if self.waiting.is_empty() { console.input(bytes) } else { 0 };
         self.waiting.extend_from_slice(bytes.get(taken..).unwrap_or_default());
+    }
+
+    /// The ways to change the disks; taken.
+    pub fn take_controls(&mut self) -> Vec<DiskControl> {
+        std::mem::take(&mut self.controls)
     }
 
     /// The vCPUs have stopped: the guest's last output goes out.

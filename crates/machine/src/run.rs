@@ -18,6 +18,7 @@ use crate::error::{Error, host};
 use crate::ledger::{DeviceLedger, Ledger, VcpuLedger, memory, plain, ticks};
 use crate::legacy::SerialPort;
 use crate::registry::Registry;
+use crate::remote::{Controls, Remote};
 use crate::signals::Signals;
 use crate::timer::Timer;
 use crate::vcpu::{self, Accounting, Stopped};
@@ -47,16 +48,40 @@ pub fn run(vm: &spec::Vm, io: &ConsoleIo) -> Result<Report, Error> {
     run_with(vm, io, Accounting::On)
 }
 
+/// [`run`] for a machine that can be asked for things meanwhile, through `remote`.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_remote(vm: &spec::Vm, io: &ConsoleIo, remote: &mut dyn Remote) -> Result<Report, Error> {
+    whole_run(vm, io, Accounting::On, Some(remote))
+}
+
 /// [`run`] with a choice of accounting, for the benchmark that shows what the ledger costs.
 ///
 /// # Errors
 /// As [`run`].
 pub fn run_with(vm: &spec::Vm, io: &ConsoleIo, accounting: Accounting) -> Result<Report, Error> {
+    whole_run(vm, io, accounting, None)
+}
+
+fn whole_run(
+    vm: &spec::Vm,
+    io: &ConsoleIo,
+    accounting: Accounting,
+    mut remote: Option<&mut dyn Remote>,
+) -> Result<Report, Error> {
     let clock = Clock::start();
     let mut signals = Signals::block().map_err(host("take over signals"))?;
-    let built = build::build(vm, io)?;
+    let built = build::build(vm, io, remote.is_some())?;
     let setup = clock.begun.elapsed();
     let Built { vm: kvm_vm, ram, vcpus, dispatch, mut registry, timer, button } = built;
+    let serving = match &mut remote {
+        Some(remote) => {
+            let controls = Controls::new(vm, registry.take_controls());
+            Some(remote.started(controls).map_err(host("start a thread for the API"))?)
+        }
+        None => None,
+    };
     let vcpus = start(vcpus, &dispatch, accounting)?;
     let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &button };
     // From here on the guest is over when this returns: whatever goes wrong can only make the account poorer.
@@ -65,6 +90,8 @@ pub fn run_with(vm: &spec::Vm, io: &ConsoleIo, accounting: Accounting) -> Result
         dispatch.control().finish(outcome.clone());
         outcome
     });
+    // Nobody asks for anything from here on; what was being done is done.
+    drop(serving);
     let stopped: Vec<Stopped> = vcpus.into_iter().filter_map(vcpu::Started::stop).collect();
     dispatch.with_serial(SerialPort::flush);
     registry.drain();

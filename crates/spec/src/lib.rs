@@ -7,6 +7,7 @@
 
 mod check;
 mod cmdline;
+mod command;
 mod error;
 mod parse;
 mod text;
@@ -16,6 +17,7 @@ pub use check::{
     DEFAULT_QUEUES, MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_LOGICAL_BLOCK, MAX_MEMORY, MAX_PHYSICAL_BLOCK, MAX_QUEUES,
     MAX_SERIAL, MIN_BPS, MIN_MEMORY,
 };
+pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
 pub use error::SpecError;
 pub use parse::{FromText, Word, parse_on_off, parse_size, show_size};
 pub use text::{Said, said, said_each};

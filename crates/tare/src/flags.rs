@@ -42,6 +42,8 @@ pub struct Typed {
     pub ledger: Option<PathBuf>,
     /// `--pidfile`
     pub pidfile: Option<PathBuf>,
+    /// `--api`
+    pub api: Option<PathBuf>,
     /// `--kvm`
     pub kvm: Option<PathBuf>,
     /// `--config`; the one flag that is no key.
@@ -177,6 +179,15 @@ const FLAGS: &[Flag] = &[
         value: Some("FILE"),
         help: &["keeps the monitor's process id there while it runs"],
         set: |t, v| put(&mut t.pidfile, "pidfile", v.into()),
+    },
+    Flag {
+        name: "api",
+        value: Some("SOCKET"),
+        help: &[
+            "serves an HTTP API there while the machine runs, for the owner",
+            "alone; `tare ctl --api SOCKET` is its client",
+        ],
+        set: |t, v| put(&mut t.api, "api", v.into()),
     },
     Flag {
         name: "config",
@@ -352,6 +363,8 @@ mod tests {
             "-",
             "--pidfile",
             "p",
+            "--api",
+            "s",
             "--kvm",
             "/dev/null",
         ]);
@@ -368,6 +381,7 @@ mod tests {
             on-reset = "exit"
             ledger = "-"
             pidfile = "p"
+            api = "s"
             kvm = "/dev/null"
             [[disk]]
             path = "a.raw"

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The command line of the monitor: `tare run` starts a machine, `tare img` works on disk images, `tare doctor` looks at
-//! the host.
+//! The command line of the monitor: `tare run` starts a machine, `tare ctl` asks one that runs, `tare img` works on disk
+//! images, `tare doctor` looks at the host.
 //!
 //! The walk: `flags` (what was typed) → `meaning` (what it means) → `run` → `machine`. Failures come back as one line and
 //! an exit code, see `exit`.
 
+mod ctl;
 mod doctor;
 mod exit;
 mod files;
@@ -69,6 +70,10 @@ fn command(args: &mut Parser) -> Result<Done, Failure> {
             Asked::Do(typed) => run::run(&Meant::new(typed)?)?,
         },
         Some("img") => return Ok(Done::Images),
+        Some("ctl") => match ctl::parse(args)? {
+            Asked::Help => show(ctl::HELP),
+            Asked::Do(asked) => ctl::run(&asked)?,
+        },
         Some("doctor") => match doctor::parse(args)? {
             Asked::Help => show(doctor::HELP),
             Asked::Do(asked) => doctor::run(&asked)?,
@@ -76,7 +81,7 @@ fn command(args: &mut Parser) -> Result<Done, Failure> {
         Some("help") => show(&overview()),
         _ => {
             let what = format!("unknown command `{}`: command line", name.to_string_lossy());
-            return Err(Failure::usage(format!("{what}; the commands are run, img and doctor")));
+            return Err(Failure::usage(format!("{what}; the commands are run, ctl, img and doctor")));
         }
     };
     Ok(Done::Exit(exit))
@@ -93,10 +98,11 @@ fn overview() -> String {
         "tare v{}: a microVM monitor that shows what virtualization weighs\n\n\
          usage:\n\
          \x20 tare run --kernel FILE [--disk FILE] [--cpus N] [--memory SIZE] ...   run a machine\n\
+         \x20 tare ctl --api SOCKET COMMAND ...                                   ask a machine that runs\n\
          \x20 tare img COMMAND [options] FILE...                                  work on disk images\n\
          \x20 tare doctor [--json]                                                look at this host\n\
          \x20 tare --version\n\n\
-         `tare run --help`, `tare img --help` and `tare doctor --help` say more.\n\n{}",
+         `tare run --help`, `tare ctl --help`, `tare img --help` and `tare doctor --help` say more.\n\n{}",
         env!("CARGO_PKG_VERSION"),
         exit_help()
     )

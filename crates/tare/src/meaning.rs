@@ -19,6 +19,8 @@ pub struct Meant {
     pub on_reset: OnReset,
     /// Where the process id goes.
     pub pidfile: Option<PathBuf>,
+    /// Where the API's socket goes.
+    pub api: Option<PathBuf>,
 }
 
 impl Meant {
@@ -53,6 +55,7 @@ impl Meant {
             vm,
             on_reset: flags.on_reset.or(file.on_reset).unwrap_or_default(),
             pidfile: flags.pidfile.or(file.pidfile),
+            api: flags.api.or(file.api),
         })
     }
 }
@@ -75,7 +78,8 @@ impl Typed {
     /// Makes relative paths relative to `base`.
     fn paths_from(&mut self, base: &Path) {
         let disks = self.disk.iter_mut().flatten().map(|Said(disk)| &mut disk.path);
-        let files = [&mut self.kernel, &mut self.initrd, &mut self.ledger, &mut self.pidfile, &mut self.kvm];
+        let files =
+            [&mut self.kernel, &mut self.initrd, &mut self.ledger, &mut self.pidfile, &mut self.api, &mut self.kvm];
         for path in files.into_iter().flatten().chain(disks) {
             // `-` is no path; an empty one stays empty for the check to find.
             if path.as_os_str() != "-" && !path.as_os_str().is_empty() {
@@ -117,7 +121,7 @@ mod tests {
             ledger: Some("-".into()),
             ..Vm::new(dir.path().join("k"))
         };
-        assert_eq!(meant.unwrap(), Meant { vm: expected, on_reset: OnReset::Exit, pidfile: None });
+        assert_eq!(meant.unwrap(), Meant { vm: expected, on_reset: OnReset::Exit, pidfile: None, api: None });
     }
 
     #[test]

@@ -68,11 +68,12 @@ impl LedgerTo {
 pub fn run(meant: &Meant) -> Result<Exit, Failure> {
     let ledger = LedgerTo::new(meant.vm.ledger.as_deref())?;
     let _pid = meant.pidfile.as_deref().map(PidFile::create).transpose()?;
+    let api = meant.api.as_deref().map(api::Server::bind).transpose().map_err(Failure::usage)?;
     let terminal = RawTerminal::enter().map_err(|e| {
         Failure::monitor(format!("terminal can't be made raw, {}: standard input; use a pipe", reason(&e)))
     })?;
     let console = vmm::console(&meant.vm, terminal.is_raw());
-    let ended = console.and_then(|io| start_until_over(meant, |vm| vmm::start(vm, &io), Instant::now));
+    let ended = console.and_then(|io| start_until_over(meant, |vm| vmm::start(vm, &io, api.as_ref()), Instant::now));
     drop(terminal);
     let (exit, said, weight) = ended?;
     if let Some(said) = said {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The one place that calls `machine`. Everything above sees how a start ended, its ledger, or a [`Failure`].
 
+use std::any::Any;
 use std::fs::File;
 use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
@@ -48,12 +49,26 @@ pub fn console(vm: &Vm, raw: bool) -> Result<ConsoleIo, Failure> {
     Ok(ConsoleIo { input, output: Arc::new(output), terminal: raw })
 }
 
-/// Starts the machine and comes back when the guest is over.
+/// Joins the API's server to the machine.
+struct Join<'a>(&'a api::Server);
+
+impl machine::Remote for Join<'_> {
+    fn started(&mut self, controls: machine::Controls) -> io::Result<Box<dyn Any>> {
+        let serving = self.0.serve(Box::new(move |command| controls.execute(command)))?;
+        Ok(Box::new(serving))
+    }
+}
+
+/// Starts the machine and comes back when the guest is over. `api`, if there is one, serves meanwhile.
 ///
 /// # Errors
 /// [`Failure`]: a file can't be used, or the host or the monitor failed.
-pub fn start(vm: &Vm, io: &ConsoleIo) -> Result<(End, Weight), Failure> {
-    let report = machine::run(vm, io).map_err(failure)?;
+pub fn start(vm: &Vm, io: &ConsoleIo, api: Option<&api::Server>) -> Result<(End, Weight), Failure> {
+    let report = match api {
+        Some(server) => machine::run_remote(vm, io, &mut Join(server)),
+        None => machine::run(vm, io),
+    }
+    .map_err(failure)?;
     let mut json = serde_json::to_vec_pretty(&report.ledger)
         .map_err(|e| Failure::monitor(format!("ledger can't be written, {e}: JSON; please report this line")))?;
     json.push(b'\n');

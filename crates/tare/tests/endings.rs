@@ -8,11 +8,12 @@ use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-use common::{Guest, TARE, complaint, has_kvm, tare};
+use common::{Guest, TARE, complaint, has_kvm, refuses, tare};
 
 fn run(guest: &Guest<'_>, args: &[&str]) -> Option<Output> {
     if !has_kvm() {
@@ -116,12 +117,12 @@ fn the_ledger_goes_where_it_is_told() {
 }
 
 /// A guest that said "up" and sleeps, and its pid file.
-fn hanging(dir: &Path) -> Child {
+fn hanging(dir: &Path, more: &[&str]) -> Child {
     let kernel = Guest::Hang("up").write(dir);
     let pidfile = dir.join("pid");
     let args =
         ["run", "--kernel", kernel.to_str().unwrap(), "--console", "serial", "--pidfile", pidfile.to_str().unwrap()];
-    let mut child = tare(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = tare(&args).args(more).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut said = [0; 2];
     child.stdout.as_mut().unwrap().read_exact(&mut said).unwrap();
     assert_eq!(&said, b"up");
@@ -139,7 +140,7 @@ fn a_second_sigterm_kills_and_the_pid_file_goes() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let child = hanging(dir.path());
+    let child = hanging(dir.path(), &[]);
     let pidfile = dir.path().join("pid");
     assert_eq!(fs::read_to_string(&pidfile).unwrap().trim(), child.id().to_string());
     // Two different signals, since two of a kind may merge before they are read.
@@ -148,6 +149,41 @@ fn a_second_sigterm_kills_and_the_pid_file_goes() {
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(6), "{}", complaint(&output));
     assert!(!pidfile.exists());
+}
+
+#[test]
+fn a_machine_that_runs_is_asked_through_its_socket() {
+    if !has_kvm() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (disk, socket) = (dir.path().join("d.raw"), dir.path().join("api"));
+    fs::write(&disk, vec![7; 1 << 20]).unwrap();
+    let (group, socket) = (format!("{},queues=3", disk.display()), socket.to_str().unwrap());
+    let child = hanging(dir.path(), &["--disk", &group, "--api", socket]);
+    assert_eq!(fs::metadata(socket).unwrap().permissions().mode() & 0o777, 0o600);
+    let ctl = |args: &[&str]| tare(&["ctl", "--api", socket]).args(args).output().unwrap();
+    let info = || serde_json::from_slice::<serde_json::Value>(&ctl(&["info"]).stdout).unwrap();
+    assert_eq!((&info()["state"], &info()["disks"][0]["id"]), (&"Running".into(), &"disk0".into()));
+    assert_eq!((&info()["disks"][0]["size"], &info()["disks"][0]["queues"]), (&(1 << 20).into(), &3.into()));
+    let done = ctl(&["resize-disk", "--disk", "disk0", "--size", "3M"]);
+    assert_eq!((done.status.code(), complaint(&done).as_str()), (Some(0), ""));
+    assert_eq!(info()["disks"][0]["size"], 3 << 20);
+    assert_eq!(fs::metadata(&disk).unwrap().len(), 3 << 20);
+    for (id, size, why) in [
+        ("disk0", "1M", "a disk in use does not shrink"),
+        ("disk0", "3145729", "no multiple of the disk's block size"),
+        ("disk9", "9M", "the machine has no disk `disk9`: id; it has disk0"),
+    ] {
+        refuses(&mut tare(&["ctl", "--api", socket, "resize-disk", "--disk", id, "--size", size]), 2, why);
+    }
+    refuses(&mut tare(&["run", "--kernel", "k", "--api", socket]), 2, "another server listens there");
+    // The first signal asks the guest, which is deaf; the socket goes with the machine.
+    send(&child, libc::SIGTERM);
+    send(&child, libc::SIGINT);
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(6));
+    assert!(!Path::new(socket).exists());
+    refuses(&mut tare(&["ctl", "--api", socket, "info"]), 3, "no machine answers");
 }
 
 /// A terminal: its two ends.

@@ -19,11 +19,11 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use base::EventFd;
+use base::listen::Listening;
 use base::reactor::Reactor;
 use block::{Disk, Op};
 
 use crate::Error;
-use crate::listen::Listening;
 use handshake::About;
 use proto::export_flag;
 use session::Session;

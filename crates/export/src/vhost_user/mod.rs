@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex};
 use std::{io, thread};
 
 use base::EventFd;
+use base::listen::Listening;
 use base::reactor::Reactor;
 use block::Disk;
 use vhost::vhost_user::BackendReqHandler;
 
 use crate::Error;
-use crate::listen::Listening;
 use backend::Backend;
 
 const LISTENER: u64 = 0;

@@ -9,7 +9,29 @@ use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use crate::Error;
+/// Why nothing listens at a path.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A server answers on that socket.
+    #[error("socket {path}: another server listens there; stop it or choose another path", path = .0.display())]
+    Taken(PathBuf),
+    /// Something else lies at that path.
+    #[error("socket {path}: there is a file that is no socket; remove it or choose another path", path = .0.display())]
+    NotASocket(PathBuf),
+    /// The path does not fit the host's socket addresses.
+    #[error("socket {path}: longer than the {1} bytes a socket's path may have; choose a shorter one", path = .0.display())]
+    TooLong(PathBuf, usize),
+    /// Anything else the host says.
+    #[error("socket {}: cannot {what}: {source}", .path.display())]
+    Io {
+        /// The socket.
+        path: PathBuf,
+        /// What was tried, as the rest of "cannot …".
+        what: &'static str,
+        /// The host's reason.
+        source: io::Error,
+    },
+}
 
 /// Bytes of a socket's path, without its end mark.
 const LONGEST: usize = 107;
@@ -46,6 +68,7 @@ impl Listening {
     }
 
     /// Where it is.
+    #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }

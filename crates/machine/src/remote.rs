@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What may be asked of a machine while it runs: [`spec::Command`] to what does it. Called from a thread outside the machine,
+//! which ends before the machine does.
+
+use std::any::Any;
+use std::io;
+use std::sync::PoisonError;
+
+use spec::{Command, DiskInfo, Info, Reply, ResizeDisk};
+
+use crate::registry::DiskControl;
+
+/// Whoever passes commands on.
+pub trait Remote {
+    /// The machine is about to run. Threads that are started here have its signal mask; dropping what is returned ends them.
+    ///
+    /// # Errors
+    /// When the host has no thread or descriptor left; the machine does not start then.
+    fn started(&mut self, controls: Controls) -> io::Result<Box<dyn Any>>;
+}
+
+/// The ways to change a machine that runs.
+pub struct Controls {
+    info: Info,
+    disks: Vec<DiskControl>,
+}
+
+impl Controls {
+    pub(crate) fn new(vm: &spec::Vm, disks: Vec<DiskControl>) -> Self {
+        let known = vm.disks.iter().enumerate().map(|(number, disk)| DiskInfo {
+            id: format!("disk{number}"),
+            path: disk.path.clone(),
+            size: 0,
+            queues: vm.queues(disk),
+            readonly: disk.readonly,
+        });
+        let info = Info {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            state: "Running".to_owned(),
+            cpus: vm.cpus.count,
+            memory: vm.memory.size,
+            disks: known.collect(),
+        };
+        Self { info, disks }
+    }
+
+    /// Does what `command` says; waits for the host where it has to.
+    #[must_use]
+    pub fn execute(&self, command: Command) -> Reply {
+        match command {
+            Command::Info => {
+                let mut info = self.info.clone();
+                for (disk, (control, _)) in info.disks.iter_mut().zip(&self.disks) {
+                    disk.size = control.size();
+                }
+                Reply::Info(info)
+            }
+            Command::ResizeDisk(resize) => self.resize(&resize).map_or_else(Reply::Refused, |()| Reply::Done),
+        }
+    }
+
+    fn resize(&self, wanted: &ResizeDisk) -> Result<(), String> {
+        let number = self.info.disks.iter().position(|disk| disk.id == wanted.id);
+        let Some((control, function)) = number.and_then(|number| self.disks.get(number)) else {
+            let ids: Vec<&str> = self.info.disks.iter().map(|disk| disk.id.as_str()).collect();
+            let known = if ids.is_empty() { "it has none".to_owned() } else { format!("it has {}", ids.join(", ")) };
+            return Err(format!("the machine has no disk `{}`: id; {known}", wanted.id.escape_default()));
+        };
+        let path = control.path().display();
+        control.resize(wanted.desired_size).map_err(|e| format!("disk {path}: can't be resized: {e}"))?;
+        // The function's lock is taken after the host is done, for the moment that the guest's view of it takes.
+        function.lock().unwrap_or_else(PoisonError::into_inner).update_config();
+        Ok(())
+    }
+}
