@@ -48,7 +48,7 @@ pub struct Request<'a> {
     pub id: u16,
     /// What to do.
     pub op: Op,
-    /// First byte on the disk; any alignment.
+    /// First byte on the disk; any alignment, but for writes of an encrypted disk ([`Disk::granule`]).
     pub offset: u64,
     /// Length in bytes; for reads and writes the total length of `segs`.
     pub len: u64,
@@ -127,6 +127,10 @@ impl Disk {
         if options.format == Format::Qcow2 {
             let (chain, warnings) = chain::open(options)?;
             return Self::on_chain(chain, &options.path, warnings);
+        }
+        if !options.qcow2.keys.is_empty() {
+            let what = "a raw image is not encrypted, and a key is given; leave it out, or say format=qcow2";
+            return Err(Error::Unsupported(options.path.clone(), what.into()));
         }
         let opened = open::open(options)?;
         let size = opened.size;
@@ -239,6 +243,15 @@ impl Disk {
         match &self.body {
             Body::Raw(raw) => raw.limits(),
             Body::Qcow2(handle) => handle.limits(),
+        }
+    }
+
+    /// Writes have to be in multiples of so many bytes: 1, or 512 where sectors are encrypted.
+    #[must_use]
+    pub fn granule(&self) -> u64 {
+        match &self.body {
+            Body::Raw(_) => 1,
+            Body::Qcow2(handle) => handle.granule(),
         }
     }
 

@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! How a disk is opened: plain data filled by the command line, by tools and by tests, read by `open`.
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use zeroize::Zeroizing;
+
+use crate::error::Error;
 
 /// How the host's page cache is used; QEMU's names and meaning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,15 +70,50 @@ pub enum BackingGate {
     Any,
 }
 
-/// A passphrase. Its `Debug` shows nothing of it.
+/// The most bytes of a file with a passphrase.
+const LONGEST_SECRET: usize = 64 << 10;
+
+/// A passphrase. Its `Debug` shows nothing of it; its bytes are overwritten when it is dropped.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Secret(Vec<u8>);
+pub struct Secret(Zeroizing<Vec<u8>>);
 
 impl Secret {
     /// Keeps these bytes.
     #[must_use]
     pub fn new(bytes: Vec<u8>) -> Self {
-        Self(bytes)
+        Self(Zeroizing::new(bytes))
+    }
+
+    /// The content of the file at `path`, all of it: a line end at its end is part of the passphrase, as in QEMU's secret files.
+    ///
+    /// # Errors
+    /// It can't be read, is empty, or is far too long for a passphrase.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let refused = |what: &str| Error::Unsupported(path.to_owned(), what.to_owned());
+        // Room for all of it from the start: growing would leave copies behind.
+        let mut bytes = Zeroizing::new(vec![0; LONGEST_SECRET + 1]);
+        let read = File::open(path).and_then(|mut file| {
+            let mut have = 0;
+            while let Some(room) = bytes.get_mut(have..).filter(|room| !room.is_empty()) {
+                match file.read(room)? {
+                    0 => break,
+                    n => have += n,
+                }
+            }
+            Ok(have)
+        });
+        match read {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(refused("the key file is not there; check key=")),
+            Err(source) => Err(Error::Io { path: path.to_owned(), what: "read the key in it", source }),
+            Ok(0) => Err(refused("the key file is empty; put the passphrase into it, without a line end")),
+            Ok(have) if have > LONGEST_SECRET => {
+                Err(refused("the key file is longer than 64 KiB; put the passphrase into it, and nothing else"))
+            }
+            Ok(have) => {
+                bytes.truncate(have);
+                Ok(Self(bytes))
+            }
+        }
     }
 
     /// The bytes.
@@ -97,8 +138,9 @@ pub struct Qcow2Options {
     pub cow: Cow,
     /// Which files the image may name.
     pub backing: BackingGate,
-    /// Opens an encrypted image.
-    pub key: Option<Secret>,
+    /// Open the encrypted images of the chain: the first key the first of them from the top down, and so on. The last one
+    /// opens the rest.
+    pub keys: Vec<Secret>,
 }
 
 /// How to open an image.

@@ -317,6 +317,7 @@ fn options(row: &Row, data: &Path) -> CreateOptions {
             _ => Preallocation::Off,
         },
         encryption: None,
+        rounds: 1000,
     }
 }
 

@@ -229,7 +229,7 @@ fn ciphertext_is_never_served() {
     assert!(line.contains("encrypt") || line.contains("key") || line.contains("LUKS"), "{line}");
     println!("{line}");
     let with = |key: &str| Options {
-        qcow2: Qcow2Options { key: Some(Secret::new(key.into())), ..Qcow2Options::default() },
+        qcow2: Qcow2Options { keys: vec![Secret::new(key.into())], ..Qcow2Options::default() },
         ..Options::qcow2(&path)
     };
     let line = refusal(&with("open barley"));
@@ -247,9 +247,10 @@ fn ciphertext_is_never_served() {
                 !std::fs::read(&path).unwrap().windows(64).any(|w| w == &fill(5, 65536 - 512, 64)[..]),
                 "no plaintext"
             );
-            assert_eq!(qemu_check(&path).unwrap(), 0);
+            let node = tools::Node::encrypted(&[(&path, "luks", "open sesame")]);
+            assert_eq!(tools::qemu_check_on(&node).unwrap(), 0);
         }
-        Err(e) => println!("not served even with its key: {e}"),
+        Err(e) => panic!("not served even with its key: {e}"),
     }
 }
 

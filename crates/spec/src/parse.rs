@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use crate::{
-    Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, DiskThreads, KernelDecompress, MAX_CPUS, Memory,
+    Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, DiskThreads, KernelDecompress, MAX_CPUS, Memory, Paths,
     SpecError, Throttle,
 };
 
@@ -71,10 +71,45 @@ impl Word for Cow {
         &[("explicit", Self::Explicit), ("unallocated", Self::Unallocated), ("zero-aware", Self::ZeroAware)];
 }
 
-impl Word for Backing {
-    const WHAT: &'static str = "a gate for other files";
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("none", Self::None), ("folder", Self::Folder), ("any", Self::Any)];
+impl FromText for Backing {
+    /// `none`, `folder`, `any`, or paths as [`Paths`] reads them. A path has a slash in it, so that a word misspelt is none.
+    fn from_text(text: &str) -> Result<Self, SpecError> {
+        match text {
+            "none" => Ok(Self::None),
+            "folder" => Ok(Self::Folder),
+            "any" => Ok(Self::Any),
+            paths if paths.split(':').all(|path| path.contains('/')) => Paths::from_text(paths).map(Self::Listed),
+            _ => Err(SpecError::NotA {
+                place: "backing".to_owned(),
+                value: text.to_owned(),
+                want: "a gate for other files",
+                hint: "use none, folder, any, or paths such as ./base.qcow2:/images/low.raw".to_owned(),
+            }),
+        }
+    }
+}
+
+impl FromText for Paths {
+    /// `a` or `a:b:c`.
+    fn from_text(text: &str) -> Result<Self, SpecError> {
+        if text.split(':').any(str::is_empty) {
+            return Err(SpecError::NotA {
+                place: "paths".to_owned(),
+                value: text.to_owned(),
+                want: "a list of paths",
+                hint: "write PATH or PATH:PATH".to_owned(),
+            });
+        }
+        Ok(Self(text.split(':').map(PathBuf::from).collect()))
+    }
+}
+
+/// Puts the full name of a key in place of the bare one of the value's own text form.
+fn at<T: FromText>(place: &str, text: &str) -> Result<T, SpecError> {
+    T::from_text(text).map_err(|error| match error {
+        SpecError::NotA { value, want, hint, .. } => SpecError::NotA { place: place.to_owned(), value, want, hint },
+        other => other,
+    })
 }
 
 impl Word for DiskThreads {
@@ -278,7 +313,7 @@ impl FromText for Cpus {
 
 impl FromText for Disk {
     /// `root.raw` or `path=root.raw,readonly=on,cache=none,format=raw,aio=io_uring,serial=X`; for qcow2 also `l2-cache=4M`,
-    /// `cow=explicit`, `backing=any`; of the device `queues=4`, `threads=shared`, block sizes, and the keys of [`Throttle`].
+    /// `cow=explicit`, `backing=any`, `key=FILE`; of the device `queues=4`, `threads=shared`, block sizes, and the keys of [`Throttle`].
     fn from_text(text: &str) -> Result<Self, SpecError> {
         const KEYS: &[&str] = &[
             "path",
@@ -290,6 +325,7 @@ impl FromText for Disk {
             "l2-cache",
             "cow",
             "backing",
+            "key",
             "queues",
             "threads",
             "logical-block-size",
@@ -311,7 +347,8 @@ impl FromText for Disk {
             serial: group.read("serial", |_, v| Ok(v.to_owned()))?,
             l2_cache: group.read("l2-cache", parse_size)?,
             cow: group.read("cow", Cow::from_word)?.unwrap_or(default.cow),
-            backing: group.read("backing", Backing::from_word)?.unwrap_or(default.backing),
+            backing: group.read("backing", at)?.unwrap_or(default.backing),
+            key: group.read("key", at)?.unwrap_or(default.key),
             queues: group.read("queues", parse_number)?,
             threads: group.read("threads", DiskThreads::from_word)?.unwrap_or(default.threads),
             logical_block_size: group.read("logical-block-size", parse_size32)?,
@@ -408,7 +445,7 @@ mod tests {
         assert_eq!(fails::<Disk>("readonly=on"), "`path` is missing: disk; add path=VALUE");
         assert_eq!(
             fails::<Disk>("a.raw,ro"),
-            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial, l2-cache, cow, backing, \
+            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial, l2-cache, cow, backing, key, \
              queues, threads, logical-block-size, physical-block-size, bps, bps-burst, iops, iops-burst"
         );
         assert_eq!(
@@ -436,6 +473,16 @@ mod tests {
                 ..Disk::new("a")
             }
         );
+        let listed = |paths: &[&str]| Paths(paths.iter().map(PathBuf::from).collect());
+        assert_eq!(
+            Disk::from_text("a,format=qcow2,backing=./low:/b/base.raw,key=top.key:low.key").unwrap(),
+            Disk {
+                format: DiskFormat::Qcow2,
+                backing: Backing::Listed(listed(&["./low", "/b/base.raw"])),
+                key: listed(&["top.key", "low.key"]),
+                ..Disk::new("a")
+            }
+        );
         assert_eq!(
             fails::<Disk>("a,queues=70000"),
             "`70000` is not a number: disk.queues; write a whole number, and not too large a one"
@@ -444,6 +491,16 @@ mod tests {
             fails::<Disk>("a,logical-block-size=4G"),
             "4G is too much: disk.logical-block-size; use less than 4G"
         );
+        assert_eq!(
+            fails::<Disk>("a,backing=foldr"),
+            "`foldr` is not a gate for other files: disk.backing; use none, folder, any, or paths such as ./base.qcow2:/images/low.raw"
+        );
+        assert_eq!(fails::<Disk>("a,key=x::y"), "`x::y` is not a list of paths: disk.key; write PATH or PATH:PATH");
+        for gate in [Backing::None, Backing::Folder, Backing::Any, Backing::Listed(listed(&["a", "b:c"]))] {
+            let text = serde_json::to_string(&gate).unwrap();
+            assert_eq!(serde_json::from_str::<Backing>(&text).unwrap(), gate, "{text}");
+        }
+        assert_eq!(serde_json::from_str::<Paths>("\"a:b\"").unwrap(), listed(&["a", "b"]));
         assert_eq!(fails::<Disk>("a,readonly=maybe"), "`maybe` is not on or off: disk.readonly; use on or off");
         assert!(fails::<Disk>("a,").contains("empty item"));
     }
@@ -469,7 +526,6 @@ mod tests {
         }
         check::<DiskFormat>();
         check::<Cow>();
-        check::<Backing>();
         check::<DiskThreads>();
         check::<Cache>();
         check::<Aio>();

@@ -6,13 +6,14 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::path::PathBuf;
 
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{Error, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use crate::SpecError;
 use crate::parse::{FromText, parse_on_off, parse_size};
+use crate::{Backing, Paths, SpecError};
 
 /// A value given as its text form, a number, or a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,6 +69,43 @@ pub fn said<'de, D: Deserializer<'de>, T: FromText + Deserialize<'de>>(deseriali
 /// What the text form or the table of any element says.
 pub fn said_each<'de, D: Deserializer<'de>, T: FromText + Deserialize<'de>>(d: D) -> Result<Vec<T>, D::Error> {
     Vec::<Said<T>>::deserialize(d).map(|all| all.into_iter().map(|Said(value)| value).collect())
+}
+
+/// Text, or a list of paths.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum TextOrPaths {
+    Text(String),
+    Paths(Vec<PathBuf>),
+}
+
+impl<'de> Deserialize<'de> for Paths {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match TextOrPaths::deserialize(deserializer)? {
+            TextOrPaths::Text(text) => Self::from_text(&text).map_err(D::Error::custom),
+            TextOrPaths::Paths(paths) => Ok(Self(paths)),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Backing {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match TextOrPaths::deserialize(deserializer)? {
+            TextOrPaths::Text(text) => Self::from_text(&text).map_err(D::Error::custom),
+            TextOrPaths::Paths(paths) => Ok(Self::Listed(Paths(paths))),
+        }
+    }
+}
+
+impl Serialize for Backing {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::None => serializer.serialize_str("none"),
+            Self::Folder => serializer.serialize_str("folder"),
+            Self::Any => serializer.serialize_str("any"),
+            Self::Listed(paths) => paths.serialize(serializer),
+        }
+    }
 }
 
 /// A size inside a table.

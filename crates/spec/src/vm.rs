@@ -149,6 +149,9 @@ pub struct Disk {
     /// Which other files a qcow2 image may name.
     #[serde(default)]
     pub backing: Backing,
+    /// Files with the passphrases of the chain's encrypted images, from the top down; the last one opens the rest.
+    #[serde(default)]
+    pub key: Paths,
     /// Request queues; `None` is one for each vCPU, at most [`DEFAULT_QUEUES`](crate::DEFAULT_QUEUES).
     #[serde(default)]
     pub queues: Option<u16>,
@@ -180,6 +183,7 @@ impl Disk {
             l2_cache: None,
             cow: Cow::default(),
             backing: Backing::default(),
+            key: Paths::default(),
             queues: None,
             threads: DiskThreads::default(),
             logical_block_size: None,
@@ -240,9 +244,8 @@ pub enum Cow {
     ZeroAware,
 }
 
-/// Which other files an image may name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+/// Which other files an image may name. In text one of the words, or paths with a colon between them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Backing {
     /// None.
     None,
@@ -251,7 +254,13 @@ pub enum Backing {
     Folder,
     /// Any.
     Any,
+    /// These.
+    Listed(Paths),
 }
+
+/// Several paths. In text with a colon between them; in `vm.toml` a list will do too.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Paths(pub Vec<PathBuf>);
 
 /// Cache modes, with QEMU's names and meaning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

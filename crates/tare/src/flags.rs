@@ -110,7 +110,7 @@ const FLAGS: &[Flag] = &[
             "path=FILE[,readonly=on|off][,cache=writeback|none|unsafe]",
             "[,aio=auto|io_uring|threads][,serial=TEXT][,format=raw|qcow2]",
             "[,l2-cache=SIZE][,cow=zero-aware|unallocated|explicit]",
-            "[,backing=folder|none|any]",
+            "[,backing=folder|none|any|PATH:PATH...][,key=FILE:FILE...]",
             "[,queues=N][,threads=per-queue|shared]",
             "[,logical-block-size=SIZE][,physical-block-size=SIZE]",
             "[,bps=SIZE][,bps-burst=SIZE][,iops=N][,iops-burst=N];",

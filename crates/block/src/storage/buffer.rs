@@ -123,6 +123,34 @@ pub fn scatter(mut data: &[u8], segs: &[Seg]) {
     }
 }
 
+/// Lets `change` work on the bytes of the segments, so many at a time as `scratch` has, in order; fewer at the end. They are
+/// copied out and back, since the segments may be memory that others look at meanwhile.
+pub fn transform(segs: &[Seg], scratch: &mut [u8], mut change: impl FnMut(&mut [u8])) {
+    let total: u64 = segs.iter().map(|s| s.len as u64).sum();
+    let (mut at, mut part) = (0, Vec::new());
+    while at < total {
+        let len = (total - at).min(scratch.len() as u64);
+        part.clear();
+        cut(segs, at, len, &mut part);
+        let piece = scratch.get_mut(..len as usize).unwrap_or_default();
+        gather_into(&part, piece);
+        change(piece);
+        scatter(piece, &part);
+        at += len;
+    }
+}
+
+/// Copies the bytes of the segments into `data`, as far as it goes.
+pub fn gather_into(segs: &[Seg], data: &mut [u8]) {
+    let mut rest = data;
+    for seg in segs {
+        let (here, after) = rest.split_at_mut(seg.len.min(rest.len()));
+        // SAFETY: `here` is at most seg.len long; the segment's bytes are mapped by the promise of its maker.
+        unsafe { std::ptr::copy(seg.ptr.cast_const(), here.as_mut_ptr(), here.len()) };
+        rest = after;
+    }
+}
+
 /// The bytes of the segments, copied.
 pub fn gather(segs: &[Seg]) -> Vec<u8> {
     let mut data: Vec<u8> = Vec::with_capacity(segs.iter().map(|s| s.len).sum());
@@ -152,5 +180,16 @@ mod tests {
         scatter(&[9, 9], &part);
         fill_zero(&part[2..]);
         assert_eq!(buf.bytes_mut()[..8], [1, 2, 9, 9, 5, 6, 0, 8]);
+        let (mut pieces, mut scratch) = (Vec::new(), [0; 3]);
+        transform(&segs[..2], &mut scratch, |piece| {
+            pieces.push(piece.to_vec());
+            piece.iter_mut().for_each(|b| *b += 1);
+        });
+        assert_eq!(pieces, [[1, 2, 9], [9, 5, 6]]);
+        transform(&segs, &mut [0; 5], |piece| pieces.push(piece.to_vec()));
+        assert_eq!(pieces[2..4], [vec![2, 3, 10, 10, 6], vec![7, 0, 8, 0, 0]]);
+        let mut copy = [0; 4];
+        gather_into(&segs, &mut copy);
+        assert_eq!(copy, [2, 3, 10, 10]);
     }
 }

@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use block::Disk;
 use block::qcow2::offline::Image;
+use block::{Disk, Secret};
 use testkit::qcow2::history::{Style, fill};
 use testkit::qcow2::options::Backing;
 use testkit::qcow2::reader::no_inflate;
 use testkit::qcow2::{Bytes, History, Item, Layer, Player, Rng, Row, Step};
 
-use super::tools::{qemu_check, qemu_img, qemu_io, qemu_read};
+use super::tools::{Node, qemu_check_on, qemu_img, qemu_io, qemu_io_on, qemu_read_on};
 
 /// Who plays a part of a history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub fn style(row: &Row, batches: usize) -> Style {
     Style {
         size: row.size(),
         cluster: row.cluster(),
-        grain: if row.cache() == block::Cache::None { 512 } else { 1 },
+        grain: if row.cache() == block::Cache::None || row.encrypted() { 512 } else { 1 },
         longest: (row.cluster() * 3).clamp(16384, 3 << 20),
         batches,
         depth: 8,
@@ -62,6 +62,10 @@ pub fn style(row: &Row, batches: usize) -> Style {
         reopen: true,
     }
 }
+
+/// The passphrase of encrypted images, and QEMU's word for it.
+const KEY: &str = "open sesame";
+const SECRET: [&str; 2] = ["--object", "secret,id=s0,data=open sesame"];
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
@@ -107,19 +111,33 @@ impl Twin {
             }
         }
         for path in twin.paths.clone() {
-            let words = row.words(&path.with_extension("data"));
+            let mut words = row.words(&path.with_extension("data"));
             let size = size.to_string();
-            let mut create = vec!["create", "-q", "-f", "qcow2", "-o", &words];
+            let mut create = vec!["create", "-q", "-f", "qcow2"];
+            if row.encrypted() {
+                words += ",encrypt.format=luks,encrypt.key-secret=s0,encrypt.iter-time=10";
+                create.extend(SECRET);
+            }
+            create.extend(["-o", &words]);
             if let Some((file, format)) = &below {
                 create.extend(["-b", text(file), "-F", format]);
             }
             create.extend([text(&path), &size]);
             qemu_img(&create)?;
             if !first.is_empty() {
-                qemu_io(&path, "qcow2", &first)?;
+                qemu_io_on(&twin.node(&path), &first)?;
             }
         }
         Ok(twin)
+    }
+
+    /// The image at `path` in QEMU's words.
+    fn node(&self, path: &Path) -> Node {
+        if !self.row.encrypted() {
+            return Node::plain(path, "qcow2");
+        }
+        // What lies below is found as the image names it.
+        Node::encrypted(&[(path, "luks", KEY)])
     }
 
     fn write_from_file(&mut self, at: u64, len: u64, id: u32) -> String {
@@ -234,7 +252,13 @@ impl Twin {
 
     fn snapshot(&self, what: &str, n: u32) -> Result<(), String> {
         let name = format!("s{n}");
-        self.paths.iter().try_for_each(|p| qemu_img(&["snapshot", "-q", what, &name, text(p)]).map(drop))
+        let snapshot = |path: &PathBuf| {
+            let node = self.node(path);
+            // It knows no -f.
+            let words = node.words().into_iter().filter(|w| !matches!(*w, "-f" | "qcow2")).collect::<Vec<_>>();
+            qemu_img(&[&["snapshot", "-q", what, &name], &words[..]].concat()).map(drop)
+        };
+        self.paths.iter().try_for_each(snapshot)
     }
 
     fn qemu(&mut self, path: &Path, session: &Session) -> Result<(), String> {
@@ -257,7 +281,7 @@ impl Twin {
                 _ => {}
             }
         }
-        if commands.is_empty() { Ok(()) } else { qemu_io(path, "qcow2", &commands).map(drop) }
+        if commands.is_empty() { Ok(()) } else { qemu_io_on(&self.node(path), &commands).map(drop) }
     }
 
     fn tare(&self, path: &Path, session: &Session, rng: &mut Rng) -> Result<(), String> {
@@ -280,7 +304,8 @@ impl Twin {
                 Err(e) => return Err(format!("resize to {size} while closed: {e}")),
             }
         }
-        qemu_img(&["resize", "-q", "--shrink", "-f", "qcow2", text(path), &size.to_string()]).map(drop)
+        let size = size.to_string();
+        qemu_img(&[&["resize", "-q", "--shrink"], &self.node(path).words()[..], &[&size]].concat()).map(drop)
     }
 
     /// Plays what it can of `rest` in one opening; a size means that the disk is to get it before it goes on.
@@ -290,7 +315,9 @@ impl Twin {
         rest: &mut &[(Item, Vec<Option<Bytes>>)],
         rng: &mut Rng,
     ) -> Result<Option<u64>, String> {
-        let disk = Disk::open(&self.row.options(path)).map_err(|e| format!("tare can't open it: {e}"))?;
+        let mut options = self.row.options(path);
+        options.qcow2.keys.extend(self.row.encrypted().then(|| Secret::new(KEY.into())));
+        let disk = Disk::open(&options).map_err(|e| format!("tare can't open it: {e}"))?;
         let handles = self.row.handles();
         let mut disks = Vec::new();
         for _ in 1..handles {
@@ -337,7 +364,7 @@ impl Twin {
 
     /// Whether an image is sound and holds what the model holds, in all its snapshots.
     fn judge(&self, path: &Path) -> Result<(), String> {
-        let leaks = qemu_check(path)?;
+        let leaks = qemu_check_on(&self.node(path))?;
         if leaks > 0 {
             return Err(format!("{leaks} leaked clusters after a clean end"));
         }
@@ -351,8 +378,8 @@ impl Twin {
         if layer.size != self.model.content.len() as u64 {
             return Err(format!("{} bytes, not {}", layer.size, self.model.content.len()));
         }
-        let content = if self.row.start() == 2 {
-            qemu_read(path, layer.size)?
+        let content = if self.row.start() == 2 || self.row.encrypted() {
+            qemu_read_on(&self.node(path), path, layer.size)?
         } else {
             layer.read(&self.backing, &no_inflate)?
         };
@@ -374,10 +401,15 @@ impl Twin {
             self.model.loose_ranges().iter().map(|(at, len)| format!("write -z {at} {len}")).collect();
         for path in &self.paths {
             if !zeroes.is_empty() {
-                qemu_io(path, "qcow2", &zeroes)?;
+                qemu_io_on(&self.node(path), &zeroes)?;
             }
         }
-        qemu_img(&["compare", "-q", "-f", "qcow2", "-F", "qcow2", text(&self.paths[0]), text(&self.paths[1])])?;
+        if self.row.encrypted() {
+            let [a, b] = [&self.paths[0], &self.paths[1]].map(|path| self.node(path));
+            qemu_img(&[&["compare", "-q"], &a.words()[..], &b.words()[3..]].concat())?;
+        } else {
+            qemu_img(&["compare", "-q", "-f", "qcow2", "-F", "qcow2", text(&self.paths[0]), text(&self.paths[1])])?;
+        }
         let mut named: Vec<_> = self.snapshots.drain().collect();
         named.sort_by_key(|n| n.0);
         for (n, model) in named {

@@ -26,6 +26,8 @@ pub struct About {
     pub flags: u16,
     /// The block size that the disk likes, in bytes.
     pub preferred_block: u32,
+    /// Writes have to be in multiples of so many bytes.
+    pub smallest_block: u32,
     /// `base:allocation` can be told.
     pub allocation: bool,
 }
@@ -149,7 +151,7 @@ fn details(stream: &mut impl Write, kind: u32, data: &[u8], about: &About, agree
     export.extend(about.flags_for(agreed).to_be_bytes());
     reply(stream, kind, answer::INFO, &export)?;
     let mut sizes = info::BLOCK_SIZE.to_be_bytes().to_vec();
-    sizes.extend([1, about.preferred_block, proto::MAX_PAYLOAD].map(u32::to_be_bytes).concat());
+    sizes.extend([about.smallest_block, about.preferred_block, proto::MAX_PAYLOAD].map(u32::to_be_bytes).concat());
     reply(stream, kind, answer::INFO, &sizes)?;
     for asked in rest.chunks_exact(2) {
         let text = match <[u8; 2]>::try_from(asked).map(u16::from_be_bytes) {

@@ -33,6 +33,7 @@ fn about() -> About {
         size: 1 << 30,
         flags: proto::export_flag::HAS_FLAGS,
         preferred_block: 4096,
+        smallest_block: 1,
         allocation: true,
     }
 }

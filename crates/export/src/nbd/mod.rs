@@ -107,6 +107,7 @@ impl Server {
             size: disk.size(),
             flags,
             preferred_block: disk.limits().block_size.max(4096),
+            smallest_block: disk.granule() as u32,
             allocation: disk.extents(0, 512).is_ok(),
         };
         let root = Root { disk: Arc::new(Mutex::new(Some(disk))), shared };

@@ -16,7 +16,7 @@ pub const HELP: &str = "\
 usage: tare img bench [-c COUNT] [-d DEPTH] [-f FORMAT] [--flush-interval=N] [-i AIO]
                       [--no-drain] [-o OFFSET] [--pattern=BYTE] [-q] [-s SIZE] [-S STEP]
                       [--random[=SEED]] [-t CACHE] [-w] [--output=json]
-                      [--backing=GATE] [--cow=MODE] [--l2-cache=SIZE] FILE
+                      [--backing=GATE] [--cow=MODE] [--key=FILE] [--l2-cache=SIZE] FILE
 
 Runs COUNT sequential (or random) requests on an image and prints how long they took.
 The options are qemu-img's.
@@ -95,6 +95,7 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Long(name) => match name.as_str() {
                 "flush-interval" => asked.flush = Some(options.number(1..=u64::from(u32::MAX))?),
                 "backing" => asked.how.take_gate(options)?,
+                "key" => asked.how.take_key(options)?,
                 "cow" => asked.how.take_cow(options)?,
                 "l2-cache" => asked.how.l2_cache = Some(options.size()?),
                 "no-drain" => asked.drain = false,

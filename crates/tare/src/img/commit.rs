@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use block::qcow2::format::header::{Crypt, Header};
 use block::qcow2::offline::{self, CreateOptions, Image};
-use block::{Disk, Extent, ExtentKind, Format, Op};
+use block::{Disk, Extent, ExtentKind, Format, Op, Secret};
 
 use super::args::{Options, Refusal, Word};
 use super::image::{Gate, How, chain};
@@ -21,7 +21,7 @@ use super::pump::Pump;
 use crate::exit::{complain, reason};
 
 pub const HELP: &str = "\
-usage: tare img commit [-f FORMAT] [-t CACHE] [-d] [-p] [-q] FILE
+usage: tare img commit [-f FORMAT] [-t CACHE] [-d] [-p] [-q] [--key=FILE] FILE
 
 Writes what a qcow2 image that nobody has open holds into its backing file, then empties
 the image. Interrupted at any point, the image still shows what it did; do it again.
@@ -30,6 +30,8 @@ the image. Interrupted at any point, the image still shows what it did; do it ag
   -d         don't empty the image (it is about to be deleted)
   -p         progress, as percentages where no terminal shows a bar
   -q         no output
+
+  --key=FILE   the passphrase of an encrypted image; again for those below
 
 exit codes: 0 done; 1 failed; 130 interrupted
 ";
@@ -56,6 +58,7 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
             Word::Short('f') => how.take_format(options)?,
             Word::Short('t') => how.take_cache(options)?,
             Word::Short('d') => keep = true,
+            Word::Long(name) if name == "key" => how.take_key(options)?,
             Word::Short('p') => progress = true,
             Word::Short('q') => quiet = true,
             Word::Short(_) | Word::Long(_) => return Err(options.unknown()),
@@ -73,12 +76,8 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
         return Err(Refusal::new(format!("the image has no backing file: {place}; there is nothing to commit")));
     };
     interrupt::install().map_err(|e| Refusal::new(format!("no eventfd to be had, {}: this host", reason(&e))))?;
-    let job = Job {
-        top: How { readonly: true, ..how },
-        file: &file,
-        below: &below,
-        into: How { format: Some(format), ..how },
-    };
+    let into = How { format: Some(format), keys: keys_below(&lock, &chain, &how.keys)?, ..how.clone() };
+    let job = Job { top: How { readonly: true, ..how }, file: &file, below: &below, into };
     let size = lock.header().size;
     let bar = Progress::new(size, progress, quiet);
     if !job.all(size, &bar)? {
@@ -95,6 +94,20 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
         super::show("Image committed.\n");
     }
     Ok(0)
+}
+
+/// Those of the chain's keys that open what lies below the image.
+fn keys_below(top: &Image, chain: &[(PathBuf, Format)], keys: &[Secret]) -> Result<Vec<Secret>, Refusal> {
+    let mut encrypted = 0;
+    for (path, _) in chain.iter().skip(1).filter(|(_, format)| *format == Format::Qcow2) {
+        let image = Image::open(path, false).map_err(Refusal::new)?;
+        encrypted += usize::from(image.header().crypt != Crypt::None);
+    }
+    if encrypted == 0 {
+        return Ok(Vec::new());
+    }
+    let first = usize::from(top.header().crypt != Crypt::None).min(keys.len().saturating_sub(1));
+    Ok(keys.get(first..).unwrap_or_default().to_vec())
 }
 
 /// A commit under way.

@@ -16,7 +16,7 @@ use crate::exit::reason;
 
 pub const HELP: &str = "\
 usage: tare img compare [-f FORMAT] [-F FORMAT] [-T CACHE] [-p] [-q] [-s]
-                        [--backing=GATE] FILE1 FILE2
+                        [--backing=GATE] [--key=FILE] [--second-key=FILE] FILE1 FILE2
 
 Says whether two images hold the same bytes. What one has and the other lacks must be
 zeroes.
@@ -26,6 +26,7 @@ zeroes.
   -T CACHE        writeback, none or unsafe [writeback]
   -p              progress, as percentages where no terminal shows a bar
   -q              no output, only the exit code
+  --second-key=FILE  as --key, for the second image
   -s              strict: sizes and what is allocated must be the same too
 
 exit codes: 0 identical; 1 different; 2 an image can't be opened; 3 an image can't be
@@ -103,7 +104,7 @@ struct Asked {
 }
 
 fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
-    let mut how = [How { readonly: true, ..How::default() }; 2];
+    let mut how = [(); 2].map(|()| How { readonly: true, ..How::default() });
     let mut files = Vec::new();
     let (mut progress, mut quiet, mut strict) = (false, false, false);
     while let Some(word) = options.next()? {
@@ -119,8 +120,10 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Short('s') => strict = true,
             Word::Long(name) if name == "backing" => {
                 how[0].take_gate(options)?;
-                how[1].gate = how[0].gate;
+                how[1].gate = how[0].gate.clone();
             }
+            Word::Long(name) if name == "key" => how[0].take_key(options)?,
+            Word::Long(name) if name == "second-key" => how[1].take_key(options)?,
             Word::Short(_) | Word::Long(_) => return Err(options.unknown()),
             Word::File(path) => files.push(path),
         }

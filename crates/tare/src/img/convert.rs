@@ -19,7 +19,7 @@ use crate::exit::reason;
 pub const HELP: &str = "\
 usage: tare img convert [-f FORMAT] [-O FORMAT] [-o OPTIONS] [-t CACHE] [-T CACHE] [-i AIO]
                         [-m THREADS] [-n] [-p] [-q] [-S SIZE] [-W] [--backing=GATE]
-                        FILE TARGET
+                        [--key=FILE] [--target-key=FILE] FILE TARGET
 
 Copies the disk in FILE, backing files and all, into a new image. TARGET appears when it
 is whole; interrupted by SIGINT or SIGTERM, there is none.
@@ -37,6 +37,7 @@ is whole; interrupted by SIGINT or SIGTERM, there is none.
   -q           no progress
   -S SIZE      so many zeroes in a row are left out; 0 writes them all [4k]
   -W           accepted; writes are in no order anyway
+  --target-key=FILE  as --key, for TARGET: with -o encrypt.format=luks, or with -n
 
 exit codes: 0 done; 1 failed, with no TARGET left behind (but under -n); 130 interrupted
 ";
@@ -86,6 +87,8 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Short('W') => {}
             Word::Short('S') => asked.sparse = options.size()?,
             Word::Long(name) if name == "backing" => asked.from.take_gate(options)?,
+            Word::Long(name) if name == "key" => asked.from.take_key(options)?,
+            Word::Long(name) if name == "target-key" => asked.to.take_key(options)?,
             Word::Short(_) | Word::Long(_) => return Err(options.unknown()),
             Word::File(path) => files.push(path),
         }
@@ -103,6 +106,9 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
         ));
     }
     asked.to.format = Some(asked.wish.format);
+    if !asked.in_place {
+        asked.wish.lock_with(asked.to.keys.first(), "--target-key")?;
+    }
     Ok(asked)
 }
 

@@ -5,16 +5,17 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use block::Format;
 use block::qcow2::format::header::Compression;
 use block::qcow2::offline::{self, CreateOptions, Preallocation};
+use block::{Format, Secret};
 
 use super::args::{self, Options, Refusal, Word};
 use super::image::{FORMATS, Gate, How, resolved, word};
 use crate::exit::reason;
 
 pub const HELP: &str = "\
-usage: tare img create [-f FORMAT] [-b BACKING -F FORMAT] [-o KEY=VALUE,...] [-q] [-u] FILE [SIZE]
+usage: tare img create [-f FORMAT] [-b BACKING -F FORMAT] [-o KEY=VALUE,...] [-q] [-u]
+                       [--key=FILE] [--backing-key=FILE] FILE [SIZE]
 
 Makes an image of SIZE bytes (a number, perhaps with k, M, G or T). With a backing file
 the size may be left out: it is the backing file's.
@@ -29,7 +30,10 @@ the size may be left out: it is the backing file's.
      qcow2:    size, cluster_size, refcount_bits, compat=0.10|1.1, extended_l2=on|off,
                lazy_refcounts=on|off, compression_type=zlib|zstd, data_file,
                data_file_raw=on|off, backing_file, backing_fmt,
-               preallocation=off|metadata|falloc|full
+               preallocation=off|metadata|falloc|full,
+               encrypt.format=luks (with --key), encrypt.iter-time=MILLISECONDS
+  --key=FILE   holds the new image's passphrase, and nothing else
+  --backing-key=FILE  holds BACKING's
 
 exit codes: 0 done; 1 failed
 ";
@@ -45,11 +49,13 @@ pub struct Wish {
     options: CreateOptions,
     /// A qcow2 option was given.
     qcow2: Option<String>,
+    /// It is to be encrypted.
+    encrypt: bool,
 }
 
 impl Default for Wish {
     fn default() -> Self {
-        Self { format: Format::Raw, size: None, options: CreateOptions::default(), qcow2: None }
+        Self { format: Format::Raw, size: None, options: CreateOptions::default(), qcow2: None, encrypt: false }
     }
 }
 
@@ -99,6 +105,13 @@ impl Wish {
             "data_file_raw" => o.data_file_raw = on()?,
             "backing_file" => o.backing = Some(value.into()),
             "backing_fmt" => o.backing_format = Some(value.to_owned()),
+            "encrypt.format" if value == "luks" => self.encrypt = true,
+            "encrypt.format" => return Err(bad("luks")),
+            // Not measured: about a thousand rounds of key derivation take a millisecond.
+            "encrypt.iter-time" => {
+                let rounds = value.parse::<u32>().ok().and_then(|ms| ms.checked_mul(1000));
+                o.rounds = rounds.filter(|n| *n > 0).ok_or_else(|| bad("milliseconds, such as 1000"))?;
+            }
             "preallocation" => {
                 o.preallocation = match value {
                     "off" => Preallocation::Off,
@@ -113,6 +126,25 @@ impl Wish {
         Ok(())
     }
 
+    /// Encrypts the new image with `key`, which the flag `flag` gave, if it is to be encrypted.
+    ///
+    /// # Errors
+    /// One of the two is missing.
+    pub fn lock_with(&mut self, key: Option<&Secret>, flag: &str) -> Result<(), Refusal> {
+        match (self.encrypt, key) {
+            (true, None) => Err(Refusal::new(format!(
+                "no passphrase for the new image: -o encrypt.format=luks; name a file that holds it with {flag}=FILE"
+            ))),
+            (false, Some(_)) => Err(Refusal::new(format!(
+                "the new image is not to be encrypted: {flag}; say -f qcow2 (or -O qcow2) and -o encrypt.format=luks, or leave it out"
+            ))),
+            (_, key) => {
+                self.options.encryption = key.cloned();
+                Ok(())
+            }
+        }
+    }
+
     /// Whether the new image stands on another.
     pub fn has_backing(&self) -> bool {
         self.options.backing.is_some()
@@ -124,6 +156,7 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     let mut wish = Wish::default();
     let mut files = Vec::new();
     let (mut quiet, mut unchecked) = (false, false);
+    let (mut own, mut below) = (How::default(), How { readonly: true, gate: Gate::Any, ..How::default() });
     while let Some(next) = options.next()? {
         match next {
             Word::Short('f') => wish.format = options.word("an image format that tare knows", FORMATS)?,
@@ -138,6 +171,8 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
             }
             Word::Short('q') => quiet = true,
             Word::Short('u') => unchecked = true,
+            Word::Long(name) if name == "key" => own.take_key(options)?,
+            Word::Long(name) if name == "backing-key" => below.take_key(options)?,
             Word::Short(_) | Word::Long(_) => return Err(options.unknown()),
             Word::File(path) => files.push(path),
         }
@@ -155,7 +190,8 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
         })?;
         wish.size = Some(bytes);
     }
-    check_backing(&path, &mut wish, unchecked)?;
+    wish.lock_with(own.keys.first(), "--key")?;
+    check_backing(&path, &mut wish, below, unchecked)?;
     if wish.size.is_none() {
         return Err(Refusal::new(format!("no size: {}; say one, such as 10G", path.display())));
     }
@@ -167,19 +203,19 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
 }
 
 /// Looks at the backing file: it must open, and lends its size.
-fn check_backing(path: &Path, wish: &mut Wish, unchecked: bool) -> Result<(), Refusal> {
+fn check_backing(path: &Path, wish: &mut Wish, mut below: How, unchecked: bool) -> Result<(), Refusal> {
     let Some(backing) = &wish.options.backing else { return Ok(()) };
     let Some(format) = &wish.options.backing_format else {
         return Err(Refusal::new(
             "the backing file's format is not said: command line; say it with -F raw or -F qcow2",
         ));
     };
-    let format = FORMATS.iter().find(|(word, _)| word == format).map(|(_, f)| *f);
+    below.format = FORMATS.iter().find(|(word, _)| word == format).map(|(_, f)| *f);
     if unchecked {
         return Ok(());
     }
     let file = resolved(path, Path::new(backing));
-    let disk = How { readonly: true, format, gate: Gate::Any, ..How::default() }.open(&file)?;
+    let disk = below.open(&file)?;
     wish.size.get_or_insert(disk.size());
     Ok(())
 }

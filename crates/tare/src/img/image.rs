@@ -6,8 +6,10 @@ use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
+pub use block::BackingGate as Gate;
 use block::qcow2::offline;
-use block::{Aio, BackingGate, Cache, Cow, Disk, Format};
+use block::{Aio, Cache, Cow, Disk, Format, Secret};
+use spec::FromText as _;
 
 use super::args::{Options, Refusal};
 
@@ -40,23 +42,8 @@ pub fn looked_for(path: &Path) -> Format {
 const COWS: &[(&str, Cow)] =
     &[("explicit", Cow::Explicit), ("unallocated", Cow::Unallocated), ("zero-aware", Cow::ZeroAware)];
 
-/// Words of `--backing`.
-const GATES: &[(&str, Gate)] = &[("folder", Gate::Folder), ("any", Gate::Any), ("none", Gate::None)];
-
-/// Which other files an image may name: those in its own folder, unless the user trusts it with any.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Gate {
-    /// In the image's folder and below.
-    #[default]
-    Folder,
-    /// Wherever.
-    Any,
-    /// No others.
-    None,
-}
-
 /// What the options said about one image.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct How {
     /// `-f`; looked for in the file when absent.
     pub format: Option<Format>,
@@ -72,6 +59,8 @@ pub struct How {
     pub cow: Cow,
     /// `--l2-cache`
     pub l2_cache: Option<u64>,
+    /// `--key`, given once for each encrypted image of the chain
+    pub keys: Vec<Secret>,
 }
 
 impl How {
@@ -95,7 +84,20 @@ impl How {
 
     /// Takes the value of `--backing`.
     pub fn take_gate(&mut self, options: &mut Options<'_>) -> Result<(), Refusal> {
-        self.gate = options.word("a choice of files that an image may name", GATES)?;
+        let text = options.text()?;
+        self.gate = match spec::Backing::from_text(&text) {
+            Ok(spec::Backing::Folder) => Gate::SameFolder,
+            Ok(spec::Backing::Any) => Gate::Any,
+            Ok(spec::Backing::None) => Gate::None,
+            Ok(spec::Backing::Listed(paths)) => Gate::Listed(paths.0),
+            Err(e) => return Err(Refusal::new(e)),
+        };
+        Ok(())
+    }
+
+    /// Takes the value of `--key` (or its like): a file with a passphrase.
+    pub fn take_key(&mut self, options: &mut Options<'_>) -> Result<(), Refusal> {
+        self.keys.push(Secret::read(Path::new(&options.value()?)).map_err(Refusal::new)?);
         Ok(())
     }
 
@@ -119,11 +121,8 @@ impl How {
         options.format = self.format_of(path);
         options.qcow2.cow = self.cow;
         options.qcow2.l2_cache = self.l2_cache;
-        options.qcow2.backing = match self.gate {
-            Gate::Folder => BackingGate::SameFolder,
-            Gate::Any => BackingGate::Any,
-            Gate::None => BackingGate::None,
-        };
+        options.qcow2.backing = self.gate.clone();
+        options.qcow2.keys = self.keys.clone();
         options.readonly = self.readonly;
         options.cache = self.cache;
         options.aio = self.aio;

@@ -11,7 +11,7 @@ use super::image::{How, chain};
 use crate::exit::reason;
 
 pub const HELP: &str = "\
-usage: tare img map [-f FORMAT] [--backing=GATE] [--start-offset=N] [--max-length=N]
+usage: tare img map [-f FORMAT] [--backing=GATE] [--key=FILE] [--start-offset=N] [--max-length=N]
                     [--output=human|json] FILE
 
 Lists the runs of a disk's bytes: where data lies in which file of the chain, and, as
@@ -36,6 +36,7 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
                 "output" => json = options.word("a kind of output", &[("human", false), ("json", true)])?,
                 "start-offset" => start = options.size()?,
                 "backing" => how.take_gate(options)?,
+                "key" => how.take_key(options)?,
                 "max-length" => most = options.size()?,
                 _ => return Err(options.unknown()),
             },

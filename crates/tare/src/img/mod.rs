@@ -115,7 +115,11 @@ fn overview() -> String {
         "usage: tare img COMMAND [options] FILE...\n\n{list}\n\
          `tare img COMMAND --help` says more. Options and output are those of qemu-img.\n\
          --backing=GATE, where a command has it: which other files an image may name: those in\n\
-         its own folder and below (folder, what happens without it), any, or none.\n\n\
+         its own folder and below (folder, what happens without it), any, none, or these:\n\
+         PATH:PATH..., with a slash in each.\n\
+         --key=FILE, where a command has it: a file with the passphrase of an encrypted image and\n\
+         nothing else. For images below it give it again, from the top down; the last one opens\n\
+         the rest.\n\n\
          exit codes: 0 done; 1 failed, with one line that says why; what else a command\n\
          has to say is in its --help\n"
     )

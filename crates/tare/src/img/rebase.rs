@@ -17,7 +17,7 @@ use crate::exit::reason;
 
 pub const HELP: &str = "\
 usage: tare img rebase [-f FORMAT] [-t CACHE] [-T CACHE] [-p] [-q] [-u]
-                       -b BACKING [-F FORMAT] FILE
+                       [--key=FILE] [--backing-key=FILE] -b BACKING [-F FORMAT] FILE
 
 Puts a qcow2 image that nobody has open on another backing file. What the image shows
 stays the same: where the old and the new backing file differ, the old one's data is
@@ -28,6 +28,8 @@ leaves an image on its old backing file.
   -F FORMAT    of BACKING, needed with it: raw or qcow2
   -u           change the name alone; BACKING must hold what the old one held
   -t, -T CACHE for FILE and for BACKING: writeback, none or unsafe [writeback]
+  --key=FILE   holds the passphrase of FILE; again for those below it
+  --backing-key=FILE  holds that of BACKING; again for those below it
   -p           progress, as percentages where no terminal shows a bar
   -q           no progress
 
@@ -54,6 +56,8 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
             Word::Short('p') => progress = true,
             Word::Short('q') => quiet = true,
             Word::Short('u') => name_only = true,
+            Word::Long(name) if name == "key" => how.take_key(options)?,
+            Word::Long(name) if name == "backing-key" => below.take_key(options)?,
             Word::Short(_) | Word::Long(_) => return Err(options.unknown()),
             Word::File(path) => files.push(path),
         }

@@ -8,7 +8,7 @@ use super::image::How;
 use crate::exit::reason;
 
 pub const HELP: &str = "\
-usage: tare img resize [-f FORMAT] [--shrink] [-q] [--backing=GATE] FILE [+|-]SIZE
+usage: tare img resize [-f FORMAT] [--shrink] [-q] [--backing=GATE] [--key=FILE] FILE [+|-]SIZE
 
 Makes an image that nobody has open SIZE bytes long, or by SIZE longer or shorter. What
 is added reads as zeroes.
@@ -33,6 +33,7 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
             Word::Short(digit @ '0'..='9') => less = Some(format!("{digit}{}", options.rest())),
             Word::Long(name) if name == "shrink" => shrink = true,
             Word::Long(name) if name == "backing" => how.take_gate(options)?,
+            Word::Long(name) if name == "key" => how.take_key(options)?,
             Word::Short(_) | Word::Long(_) => return Err(options.unknown()),
             Word::File(path) => words.push(path),
         }

@@ -14,7 +14,7 @@ use super::interrupt;
 
 pub const HELP: &str = "\
 usage: tare img serve --nbd SOCKET | --vhost-user SOCKET [-f FORMAT] [-i AIO] [-r] [-t CACHE]
-                      [--name=NAME] [--shared=N] [--serial=TEXT] [--backing=GATE]
+                      [--name=NAME] [--shared=N] [--serial=TEXT] [--backing=GATE] [--key=FILE]
                       [--cow=MODE] [--l2-cache=SIZE] FILE
 
 Serves an image on a Unix socket until SIGINT or SIGTERM. Over NBD: newstyle handshake,
@@ -61,6 +61,7 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             Word::Short('r') => asked.how.readonly = true,
             Word::Long(name) => match name.as_str() {
                 "backing" => asked.how.take_gate(options)?,
+                "key" => asked.how.take_key(options)?,
                 "cow" => asked.how.take_cow(options)?,
                 "l2-cache" => asked.how.l2_cache = Some(options.size()?),
                 "nbd" | "vhost-user" => sockets.push((name == "vhost-user", PathBuf::from(options.value()?))),

@@ -8,11 +8,11 @@ use block::{Aio, BackingGate, Cache, Cow, Format, Options, Qcow2Options};
 use super::rng::Rng;
 
 /// How many values each option has, in the order of [`Row`]'s fields.
-const VALUES: [u8; 16] = [2, 8, 7, 2, 2, 2, 3, 3, 6, 4, 3, 3, 3, 3, 2, 2];
+const VALUES: [u8; 17] = [2, 8, 7, 2, 2, 2, 3, 3, 6, 4, 3, 3, 3, 3, 2, 2, 2];
 
 /// One set of options: an index into the values of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Row([u8; 16]);
+pub struct Row([u8; VALUES.len()]);
 
 macro_rules! fields {
     ($($(#[$doc:meta])* $name:ident = $at:literal: $type:ty => $value:expr;)*) => {
@@ -72,13 +72,15 @@ fields! {
     snapshots = 14: bool => [false, true];
     /// With resizes.
     resize = 15: bool => [false, true];
+    /// Encrypted by LUKS; up to the user of the row, as are its words and keys.
+    encrypted = 16: bool => [false, true];
 }
 
 impl Row {
     /// Everything at its default.
     #[must_use]
     pub fn plain() -> Self {
-        Self([0; 16])
+        Self([0; VALUES.len()])
     }
 
     /// Any options that go together.
@@ -123,13 +125,18 @@ impl Row {
         clash(8, 9, self.backing() != Backing::None && self.preallocation() != "off" && !self.extended());
         clash(0, 15, old && self.resize() && self.snapshots());
         clash(8, 15, old && self.resize() && self.backing() != Backing::None);
+        // Compressed clusters and preallocated ones are not encrypted, and a raw data file is to be plain.
+        clash(6, 16, self.encrypted() && self.start() == 2);
+        clash(9, 16, self.encrypted() && self.preallocation() != "off");
+        clash(7, 16, self.encrypted() && self.data_file() == 2);
         found
     }
 
     /// A number for each pair of values in it.
     fn pairs(&self) -> impl Iterator<Item = usize> + '_ {
-        let pair = |a: usize, b: usize| ((a * 16 + b) * 8 + self.0[a] as usize) * 8 + self.0[b] as usize;
-        (0..16).flat_map(move |a| (a + 1..16).map(move |b| pair(a, b)))
+        let n = VALUES.len();
+        let pair = move |a: usize, b: usize| ((a * n + b) * 8 + self.0[a] as usize) * 8 + self.0[b] as usize;
+        (0..n).flat_map(move |a| (a + 1..n).map(move |b| pair(a, b)))
     }
 
     /// Bytes of the disk: some L2 tables' worth where clusters are small, few clusters where they are large; not always whole
@@ -179,7 +186,7 @@ impl Row {
 #[must_use]
 pub fn pairwise(seed: u64) -> Vec<Row> {
     let rng = &mut Rng::new(seed);
-    let mut wanted = vec![false; 16 * 16 * 64];
+    let mut wanted = vec![false; VALUES.len() * VALUES.len() * 64];
     for _ in 0..20_000 {
         Row::random(rng).pairs().for_each(|p| wanted[p] = true);
     }

@@ -112,11 +112,13 @@ impl Blk {
             spec::Cow::Unallocated => block::Cow::Unallocated,
             spec::Cow::ZeroAware => block::Cow::ZeroAware,
         };
-        options.qcow2.backing = match spec.backing {
+        options.qcow2.backing = match &spec.backing {
             spec::Backing::None => block::BackingGate::None,
             spec::Backing::Folder => block::BackingGate::SameFolder,
             spec::Backing::Any => block::BackingGate::Any,
+            spec::Backing::Listed(paths) => block::BackingGate::Listed(paths.0.clone()),
         };
+        options.qcow2.keys = spec.key.0.iter().map(|file| block::Secret::read(file)).collect::<Result<_, _>>()?;
         let device = Self::new(Disk::open(&options)?, spec);
         if device.shown == 0 {
             let what = format!("it has no whole block of {} bytes; choose a smaller one", device.blocks.logical);

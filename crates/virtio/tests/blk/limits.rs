@@ -185,7 +185,7 @@ fn at_risk(log: &[Event]) -> usize {
     let (mut open, mut ended) = (Vec::new(), Vec::new());
     for event in log {
         match event {
-            Event::Begin { serial, change } => open.push((*serial, change.clone(), ended.clone())),
+            Event::Begin { serial, change, .. } => open.push((*serial, change.clone(), ended.clone())),
             Event::End { serial } => match open.iter().find(|(s, ..)| s == serial) {
                 Some((_, Change::Sync, covered)) => ended.retain(|s| !covered.contains(s)),
                 _ => ended.push(*serial),

@@ -75,7 +75,7 @@ fn durable(log: &[Event]) -> Vec<Vec<u8>> {
     let mut begun: Vec<(u64, Change, usize)> = Vec::new();
     for event in log {
         match event {
-            Event::Begin { serial, change } => begun.push((*serial, change.clone(), ended.len())),
+            Event::Begin { serial, change, .. } => begun.push((*serial, change.clone(), ended.len())),
             Event::End { serial } => match begun.iter().find(|(s, ..)| s == serial) {
                 Some((_, Change::Write { data, .. }, _)) => ended.push((*serial, data.clone())),
                 Some((_, Change::Sync, count)) => out = ended[..*count].iter().map(|(_, d)| d.clone()).collect(),

@@ -12,13 +12,15 @@ use std::path::{Path, PathBuf};
 use crate::disk::Limits;
 use crate::error::Error;
 use crate::open::{self, OpenFile};
-use crate::options::{BackingGate, Format, Options};
+use crate::options::{BackingGate, Format, Options, Secret};
 use crate::qcow2::format::FormatError;
+use crate::qcow2::format::crypto::{self, Cipher};
 use crate::qcow2::format::header::{Crypt, Header, incompatible};
 use crate::storage::Storage;
 use crate::storage::file::FileStorage;
 
 use super::image::{How, Image, read_header};
+use super::side;
 
 /// Most images in a chain.
 const DEEPEST: usize = 200;
@@ -81,11 +83,12 @@ fn format_error(path: &Path) -> impl Fn(FormatError) -> Error {
 /// # Errors
 /// Whatever is wrong with any file of it, each named.
 pub fn open(options: &Options) -> Result<(Chain, Vec<String>), Error> {
-    let mut builder = Builder { options, seen: HashSet::new(), chain: None, warnings: Vec::new() };
+    let mut builder = Builder::new(options);
     let mut next = Some((options.path.clone(), Format::Qcow2));
     while let Some((path, format)) = next {
         next = builder.add(&path, format)?;
     }
+    builder.keys.all_used(&options.path)?;
     let chain = builder.chain.ok_or_else(|| Error::Empty(options.path.clone(), 0))?;
     Ok((chain, builder.warnings))
 }
@@ -103,21 +106,23 @@ pub fn open_alone(mut storage: Storage, data: Option<Storage>, options: &Options
     }
     serveable(path, &header)?;
     let limits = Limits { block_size: 512, discard_granularity: 512 };
-    let image = image(storage.share(), path, &header, len, how(options, !options.readonly, 512))?;
+    let mut builder = Builder::new(options);
+    let cipher = builder.keys.unlock(path, &header, &mut storage, !options.readonly)?;
+    let image = image(storage.share(), path, &header, len, how(options, !options.readonly, 512, cipher))?;
     let files: Vec<Storage> = std::iter::once(storage).chain(data).collect();
     let place = Place { layer: Layer::Qcow2(Box::new(image)), file: 0, data: files.len() - 1 };
     let ends = files.iter().map(|f| if options.readonly { f.len().unwrap_or(0) } else { u64::MAX }).collect();
-    let chain = Chain { places: vec![place], files, ends, limits };
-    let mut builder = Builder { options, seen: HashSet::new(), chain: Some(chain), warnings: Vec::new() };
+    builder.chain = Some(Chain { places: vec![place], files, ends, limits });
     let mut next = builder.below(path, &header)?;
     while let Some((path, format)) = next {
         next = builder.add(&path, format)?;
     }
+    builder.keys.all_used(path)?;
     builder.chain.ok_or_else(|| Error::Empty(options.path.clone(), 0))
 }
 
-fn how(options: &Options, writable: bool, unit: u32) -> How {
-    How { writable, l2_cache: options.qcow2.l2_cache, cow: options.qcow2.cow, unit: unit.max(512) as usize }
+fn how(options: &Options, writable: bool, unit: u32, cipher: Option<Cipher>) -> How {
+    How { writable, l2_cache: options.qcow2.l2_cache, cow: options.qcow2.cow, unit: unit.max(512) as usize, cipher }
 }
 
 fn image(storage: Option<Storage>, path: &Path, header: &Header, len: u64, how: How) -> Result<Image, Error> {
@@ -125,11 +130,65 @@ fn image(storage: Option<Storage>, path: &Path, header: &Header, len: u64, how: 
     Image::open(storage, header, len, how).map_err(io_error(path, "read it"))?.map_err(format_error(path))
 }
 
-fn serveable(path: &Path, header: &Header) -> Result<(), Error> {
-    if header.crypt != Crypt::None {
-        let what = "it is encrypted, which is not served; `qemu-img convert` makes a plain copy";
-        return Err(Error::Unsupported(path.to_owned(), what.into()));
+/// The passphrases of a chain's encrypted images, from the top down.
+struct Keys<'a> {
+    given: &'a [Secret],
+    used: usize,
+}
+
+impl Keys<'_> {
+    /// What decrypts the image on `storage`, if it is encrypted.
+    fn unlock(
+        &mut self,
+        path: &Path,
+        header: &Header,
+        storage: &mut Storage,
+        writable: bool,
+    ) -> Result<Option<Cipher>, Error> {
+        if header.crypt == Crypt::None {
+            return Ok(None);
+        }
+        let refused = |what: &str| Err(Error::Unsupported(path.to_owned(), what.to_owned()));
+        let Some(key) = self.given.get(self.used).or(self.given.last()) else {
+            return refused(
+                "it is encrypted; name the file with its passphrase: key=FILE of a disk, --key FILE of `tare img`",
+            );
+        };
+        self.used += 1;
+        let cipher = match header.extensions.encryption {
+            None if writable => {
+                return refused(
+                    "it is encrypted by QEMU's old AES, which is read only; `tare img convert` makes a copy with LUKS",
+                );
+            }
+            None => Cipher::old(key.bytes()),
+            Some(at) => {
+                let len = storage.len().map_err(io_error(path, "ask for its size"))?;
+                // The header's parser keeps this below 32 MiB.
+                let have = at.len.min(len.saturating_sub(at.offset)) as usize;
+                let area = side::read(storage, at.offset, have, len).map_err(io_error(path, "read its LUKS header"))?;
+                crypto::unlock(&area, key.bytes())
+            }
+        };
+        cipher.map(Some).map_err(format_error(path))
     }
+
+    /// Refuses keys that nothing was to be opened with: the image is not the one that its user thinks it is.
+    fn all_used(&self, path: &Path) -> Result<(), Error> {
+        let left = self.given.len().saturating_sub(self.used);
+        if left == 0 {
+            return Ok(());
+        }
+        let what = format!(
+            "{} of the {} keys given have nothing to open: so many images of its chain are not encrypted; leave them out",
+            left,
+            self.given.len()
+        );
+        Err(Error::Unsupported(path.to_owned(), what))
+    }
+}
+
+fn serveable(path: &Path, header: &Header) -> Result<(), Error> {
     if header.size == 0 {
         return Err(Error::Empty(path.to_owned(), 0));
     }
@@ -143,11 +202,17 @@ fn serveable(path: &Path, header: &Header) -> Result<(), Error> {
 struct Builder<'a> {
     options: &'a Options,
     seen: HashSet<(u64, u64)>,
+    keys: Keys<'a>,
     chain: Option<Chain>,
     warnings: Vec<String>,
 }
 
-impl Builder<'_> {
+impl<'a> Builder<'a> {
+    fn new(options: &'a Options) -> Self {
+        let keys = Keys { given: &options.qcow2.keys, used: 0 };
+        Self { options, seen: HashSet::new(), keys, chain: None, warnings: Vec::new() }
+    }
+
     /// Opens the file at `path` as the next image of the chain; gives the one below it.
     fn add(&mut self, path: &Path, format: Format) -> Result<Option<(PathBuf, Format)>, Error> {
         let top = self.chain.is_none();
@@ -162,7 +227,8 @@ impl Builder<'_> {
         let read = read_header(&mut storage).map_err(io_error(path, "read it"))?;
         let (header, len) = read.map_err(format_error(path))?;
         serveable(path, &header)?;
-        let image = image(storage.share(), path, &header, len, how(self.options, writable, unit))?;
+        let cipher = self.keys.unlock(path, &header, &mut storage, writable)?;
+        let image = image(storage.share(), path, &header, len, how(self.options, writable, unit, cipher))?;
         let mut files = vec![storage];
         let mut data = file;
         if header.has(incompatible::DATA_FILE) {

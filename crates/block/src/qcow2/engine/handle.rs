@@ -14,9 +14,10 @@ use base::{EventFd, Seg};
 
 use crate::disk::{Completion, Limits, Op, Request};
 use crate::qcow2::format::compress::Decompressor;
+use crate::qcow2::format::crypto::SECTOR;
 use crate::qcow2::format::entry::Compressed;
 use crate::storage::Storage;
-use crate::storage::buffer::AlignedBuf;
+use crate::storage::buffer::{AlignedBuf, gather_into};
 
 use super::chain::{Chain, Layer};
 use super::cycle;
@@ -32,6 +33,9 @@ const MOST_PIECES: u32 = 32;
 const MOST_IOS: usize = 60_000;
 /// Zeroes to write from.
 const ZEROES: usize = 64 << 10;
+
+/// Larger buffers are not kept.
+const LARGEST_SPARE: usize = 256 << 10;
 
 /// Who asked for a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +114,27 @@ pub enum Tag {
     Join(u32, u64),
     /// Part of the cycle, and what it writes.
     Cycle(Vec<AlignedBuf>),
+    /// Encrypted data for a piece of a task.
+    Sealed(Box<Sealed>),
+    /// What was to be written, encrypted: the buffer it is in.
+    Seals(Box<Tag>, AlignedBuf),
+}
+
+/// Encrypted data on its way.
+#[derive(Debug)]
+pub struct Sealed {
+    /// For this task.
+    pub task: u32,
+    /// The image's place.
+    pub place: usize,
+    /// The number of the first sector, as the cipher counts.
+    pub sector: u64,
+    /// Bytes of the first sector that are not wanted.
+    pub skip: usize,
+    /// Where the wanted bytes go; the data itself, if there is no buffer.
+    pub segs: Vec<Seg>,
+    /// Whole sectors, where less is wanted.
+    pub buf: Option<AlignedBuf>,
 }
 
 /// Compressed data on its way.
@@ -337,6 +362,10 @@ impl Handle {
         if matches!(request.op, Op::Read | Op::Write) && total_len(request.segs) != request.len {
             return Err(libc::EINVAL);
         }
+        let writes = matches!(request.op, Op::Write | Op::WriteZeroes { .. });
+        if writes && (request.offset | request.len) & (self.granule() - 1) != 0 {
+            return Err(libc::EINVAL);
+        }
         Ok(())
     }
 
@@ -396,8 +425,38 @@ impl Handle {
         }
     }
 
-    /// Asks a storage of the chain for something.
+    /// Writes have to be in multiples of so many bytes, a power of two: sectors are encrypted whole.
+    pub fn granule(&self) -> u64 {
+        if self.top().is_some_and(|top| top.cipher.is_some()) { SECTOR as u64 } else { 1 }
+    }
+
+    /// Asks a storage of the chain for something. Guest data on its way to an encrypted image is encrypted here.
     pub(super) fn issue(&mut self, file: usize, tag: Tag, op: Op, offset: u64, len: u64, segs: &[Seg]) {
+        if op == Op::Write && !matches!(tag, Tag::Cycle(_)) && self.granule() > 1 {
+            return self.issue_sealed(file, tag, offset, len, segs);
+        }
+        self.send(file, tag, op, offset, len, segs);
+    }
+
+    /// Writes guest data encrypted: from a copy, since the segments are the guest's.
+    fn issue_sealed(&mut self, file: usize, tag: Tag, offset: u64, len: u64, segs: &[Seg]) {
+        let chain = Arc::clone(&self.chain);
+        let cipher = chain.top().and_then(|top| top.cipher.as_ref());
+        let (Some(cipher), Ok(mut buf)) = (cipher, self.buffer(len as usize)) else {
+            let id = self.ios.add(tag) as u16;
+            if let Some(storage) = self.files.get_mut(file) {
+                storage.refuse(id, io::Error::from_raw_os_error(libc::ENOMEM));
+            }
+            return;
+        };
+        gather_into(segs, buf.bytes_mut());
+        // Only ciphers that count by the place in the file are written with.
+        cipher.encrypt(cipher.sector(0, offset), buf.bytes_mut());
+        let whole = [buf.seg(0, len as usize)];
+        self.send(file, Tag::Seals(Box::new(tag), buf), Op::Write, offset, len, &whole);
+    }
+
+    fn send(&mut self, file: usize, tag: Tag, op: Op, offset: u64, len: u64, segs: &[Seg]) {
         // `run` keeps the number of pieces below what 16 bits hold, with room for the rest.
         let id = self.ios.add(tag) as u16;
         self.sent = true;
@@ -407,8 +466,15 @@ impl Handle {
     }
 
     fn land(&mut self, id: u32, errno: i32) {
-        let Some(tag) = self.ios.remove(id) else { return };
+        let Some(mut tag) = self.ios.remove(id) else { return };
+        if let Tag::Seals(inner, buf) = tag {
+            self.recycle(Some(buf));
+            tag = *inner;
+        }
         match tag {
+            Tag::Sealed(what) => self.unseal(*what, errno),
+            // These are in no other of their kind.
+            Tag::Seals(..) => {}
             Tag::Part(task) => self.part_done(task, errno),
             Tag::Load(place, slice, buf) => self.loaded(place, slice, buf, errno),
             Tag::Squeezed(what) => self.unsqueeze(*what, errno),
@@ -525,6 +591,12 @@ impl Handle {
             Some(at) => Ok(self.spare.swap_remove(at)),
             None => AlignedBuf::zeroed(len),
         }
+    }
+
+    /// Keeps a buffer for the next one who needs one.
+    pub(super) fn recycle(&mut self, buf: Option<AlignedBuf>) {
+        let few = self.spare.len() < 64;
+        self.spare.extend(buf.filter(|b| few && b.len() <= LARGEST_SPARE));
     }
 
     /// Segments that read as `len` zeroes, appended to `out`.

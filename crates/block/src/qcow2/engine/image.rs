@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::options::Cow;
+use crate::qcow2::format::crypto::Cipher;
 use crate::qcow2::format::entry::{COPIED, Layout, Mapping, OFFSET_MASK};
 use crate::qcow2::format::header::{Compression, Header, Table};
 use crate::qcow2::format::{FormatError, be64};
@@ -134,10 +135,12 @@ pub struct Image {
     pub writable: bool,
     /// There is an image below this one.
     pub has_backing: bool,
+    /// Its data is encrypted. Compressed clusters are not, whatever the image: QEMU makes none in encrypted ones.
+    pub cipher: Option<Cipher>,
 }
 
 /// How an image is opened.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct How {
     /// To be written.
     pub writable: bool,
@@ -147,6 +150,8 @@ pub struct How {
     pub cow: Cow,
     /// Smallest unit of direct I/O.
     pub unit: usize,
+    /// For its data.
+    pub cipher: Option<Cipher>,
 }
 
 /// Reads the header of the image on `storage`.
@@ -239,6 +244,7 @@ impl Image {
             raw_data_file: header.raw_data_file(),
             writable: how.writable,
             has_backing: header.backing.is_some(),
+            cipher: how.cipher,
         }))
     }
 

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use crate::disk::Op;
 use crate::qcow2::format::compress::Decompressor;
+use crate::qcow2::format::crypto::SECTOR;
 use crate::qcow2::format::entry::{Compressed, Mapping};
-use crate::storage::buffer::{AlignedBuf, cut, fill_zero, scatter};
+use crate::storage::buffer::{AlignedBuf, cut, fill_zero, scatter, transform};
 
 use super::chain::{Chain, Layer};
-use super::handle::{Handle, Squeezed, State, Tag, Task};
+use super::handle::{Handle, Sealed, Squeezed, State, Tag, Task};
 use super::image::{Image, Look};
 
 /// Where a run of guest bytes is.
@@ -100,6 +101,7 @@ impl Chain {
 /// A run of bytes to be read at once.
 #[derive(Clone, Copy)]
 struct Piece {
+    place: usize,
     file: usize,
     host: u64,
     at: u64,
@@ -112,12 +114,12 @@ impl Handle {
         let chain = Arc::clone(&self.chain);
         let mut piece: Option<Piece> = None;
         while task.cursor < task.end && task.errno == 0 {
-            let Extent { found, len, .. } = chain.find(top, task.cursor, task.end);
+            let Extent { found, len, place } = chain.find(top, task.cursor, task.end);
             if let Found::At(file, host) = found {
                 match &mut piece {
                     Some(p) if p.file == file && p.host + p.len == host && p.at + p.len == task.cursor => p.len += len,
                     other => {
-                        let full = other.replace(Piece { file, host, at: task.cursor, len });
+                        let full = other.replace(Piece { place, file, host, at: task.cursor, len });
                         if let Some(p) = full {
                             self.read_piece(index, task, p);
                         }
@@ -160,6 +162,9 @@ impl Handle {
     }
 
     fn read_piece(&mut self, index: u32, task: &mut Task, p: Piece) {
+        if Self::image_at(&self.chain, p.place).is_some_and(|image| image.cipher.is_some()) {
+            return self.read_sealed(index, task, p);
+        }
         let (at, whole) = (p.at - task.offset, p.len == task.end - task.offset);
         // What the file has not is zeroes.
         let len = p.len.min(self.file_end(p.file).saturating_sub(p.host));
@@ -181,6 +186,70 @@ impl Handle {
             cut(&task.segs, at + len, p.len - len, &mut segs);
             fill_zero(&segs);
         }
+    }
+
+    /// Reads encrypted data: into the segments themselves, or through a buffer where not all of its sectors are wanted.
+    fn read_sealed(&mut self, index: u32, task: &mut Task, p: Piece) {
+        let chain = Arc::clone(&self.chain);
+        let Some(cipher) = Self::image_at(&chain, p.place).and_then(|image| image.cipher.as_ref()) else { return };
+        // What the file has not is zeroes.
+        let len = p.len.min(self.file_end(p.file).saturating_sub(p.host));
+        let mut segs = Vec::new();
+        cut(&task.segs, p.at - task.offset + len, p.len - len, &mut segs);
+        fill_zero(&segs);
+        segs.clear();
+        if len == 0 {
+            return;
+        }
+        cut(&task.segs, p.at - task.offset, len, &mut segs);
+        let sector = SECTOR as u64;
+        let skip = p.host % sector;
+        let (from, to) = (p.host - skip, (p.host + len).next_multiple_of(sector));
+        let mut sealed = Sealed {
+            task: index,
+            place: p.place,
+            sector: cipher.sector(p.at - skip, from),
+            skip: skip as usize,
+            segs,
+            buf: None,
+        };
+        let mut into = sealed.segs.clone();
+        if (from, to) != (p.host, p.host + len) {
+            match self.buffer((to - from) as usize) {
+                Ok(buf) => {
+                    into = vec![buf.seg(0, buf.len())];
+                    sealed.buf = Some(buf);
+                }
+                Err(_) => {
+                    task.errno = libc::ENOMEM;
+                    return;
+                }
+            }
+        }
+        task.pending += 1;
+        self.issue(p.file, Tag::Sealed(Box::new(sealed)), Op::Read, from, to - from, &into);
+    }
+
+    /// Encrypted data has arrived.
+    pub(super) fn unseal(&mut self, mut what: Sealed, errno: i32) {
+        let chain = Arc::clone(&self.chain);
+        let cipher = Self::image_at(&chain, what.place).and_then(|image| image.cipher.as_ref());
+        match (cipher, errno, &mut what.buf) {
+            (Some(cipher), 0, Some(buf)) => {
+                cipher.decrypt(what.sector, buf.bytes_mut());
+                scatter(buf.bytes().get(what.skip..).unwrap_or_default(), &what.segs);
+            }
+            (Some(cipher), 0, None) => {
+                let (mut sector, mut scratch) = (what.sector, [0; 8 * SECTOR]);
+                transform(&what.segs, &mut scratch, |bytes| {
+                    cipher.decrypt(sector, bytes);
+                    sector += (bytes.len() / SECTOR) as u64;
+                });
+            }
+            _ => {}
+        }
+        self.recycle(what.buf);
+        self.part_done(what.task, errno);
     }
 
     fn read_squeezed(&mut self, task: &mut Task, mut what: Squeezed) {

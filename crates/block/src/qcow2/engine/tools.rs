@@ -40,7 +40,8 @@ impl Handle {
                         matches!(p.layer, super::chain::Layer::Raw(_))
                             && chain.files.get(file).is_some_and(|f| f.hole_end(host) >= host + found.len)
                     });
-                    (if known_hole { ExtentKind::Zero } else { ExtentKind::Data }, Some(host), false)
+                    let sealed = Self::image_at(&chain, found.place).is_some_and(|image| image.cipher.is_some());
+                    (if known_hole { ExtentKind::Zero } else { ExtentKind::Data }, (!sealed).then_some(host), false)
                 }
                 Found::Zero(true) => (ExtentKind::Zero, None, false),
                 Found::Zero(false) => (ExtentKind::Hole, None, false),

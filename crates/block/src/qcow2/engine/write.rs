@@ -121,7 +121,7 @@ fn zeroes(chain: &Chain, cow: Cow, mut from: u64, to: u64) -> Option<bool> {
         let Extent { found, len, place } = chain.find(0, from, to);
         match found {
             Found::Zero(said) => virgin &= !said,
-            Found::At(file, host) if cow == Cow::ZeroAware && place > 0 => {
+            Found::At(file, host) if cow == Cow::ZeroAware && place > 0 && !encrypted(chain, place) => {
                 if chain.files.get(file).is_none_or(|f| f.hole_end(host) < host + len) {
                     return None;
                 }
@@ -132,6 +132,11 @@ fn zeroes(chain: &Chain, cow: Cow, mut from: u64, to: u64) -> Option<bool> {
         from += len;
     }
     Some(virgin)
+}
+
+/// Whether a hole in the data of the image at a place is no zeroes.
+fn encrypted(chain: &Chain, place: usize) -> bool {
+    Handle::image_at(chain, place).is_some_and(|image| image.cipher.is_some())
 }
 
 impl Handle {
@@ -270,10 +275,12 @@ impl Handle {
             let file = self.chain.places.first().map_or(0, |p| p.data);
             let hole = self.chain.files.get(file).map_or(0, |f| f.hole_end(host));
             meta.cycles.dirty = true;
-            return Ok((host, count, false, hole >= (cluster + count) << bits));
+            let fresh = top.cipher.is_none() && hole >= (cluster + count) << bits;
+            return Ok((host, count, false, fresh));
         }
         let run = meta.alloc(count)?;
-        Ok((run.first << bits, run.count, false, run.fresh))
+        // Zeroes in the file are no zeroes of an encrypted disk.
+        Ok((run.first << bits, run.count, false, run.fresh && top.cipher.is_none()))
     }
 
     /// Decides what goes around the data.

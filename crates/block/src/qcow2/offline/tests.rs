@@ -543,7 +543,7 @@ fn encrypted_images_are_qemus() {
     };
     // Ours, used by QEMU.
     let key = Some(crate::Secret::new(b"sesame".to_vec()));
-    let o = CreateOptions { size: 1 << 20, encryption: key, ..CreateOptions::default() };
+    let o = CreateOptions { size: 1 << 20, encryption: key, rounds: 1000, ..CreateOptions::default() };
     create(&dir.join("ours"), &o).unwrap();
     write("ours", "luks", "write -P 9 0 100k");
     write("ours", "luks", "read -P 9 0 100k");

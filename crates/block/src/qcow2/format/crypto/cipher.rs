@@ -5,6 +5,7 @@
 use aes::cipher::{BlockCipherDecrypt, BlockCipherEncrypt, KeyInit};
 use aes::{Aes128, Aes192, Aes256, Block};
 use sha2::{Digest, Sha256};
+use zeroize::Zeroizing;
 
 use super::super::FormatError;
 
@@ -91,7 +92,10 @@ impl Cipher {
         let iv = match iv {
             "plain" => Iv::Plain,
             "plain64" => Iv::Plain64,
-            "essiv:sha256" => Iv::Essiv(Box::new(Aes::new(&Sha256::digest(key))?)),
+            "essiv:sha256" => {
+                let hashed: Zeroizing<[u8; 32]> = Zeroizing::new(Sha256::digest(key).into());
+                Iv::Essiv(Box::new(Aes::new(&hashed[..])?))
+            }
             _ => return unknown(),
         };
         let mode = match chain {
@@ -111,10 +115,10 @@ impl Cipher {
     /// # Errors
     /// None in fact.
     pub fn old(passphrase: &[u8]) -> Result<Cipher, FormatError> {
-        let mut key = [0; 16];
+        let mut key = Zeroizing::new([0; 16]);
         let len = passphrase.len().min(16);
         key[..len].copy_from_slice(&passphrase[..len]);
-        Ok(Cipher { mode: Mode::Cbc(Box::new(Aes::new(&key)?)), iv: Iv::Plain64, guest: true })
+        Ok(Cipher { mode: Mode::Cbc(Box::new(Aes::new(&key[..])?)), iv: Iv::Plain64, guest: true })
     }
 
     /// The number of the first sector of data that is at `guest` on the disk and at `host` in the file (bytes, multiples of
