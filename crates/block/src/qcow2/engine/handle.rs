@@ -192,7 +192,8 @@ pub struct Handle {
     pub(super) cycle: Option<Box<cycle::Run>>,
     done: Vec<Completion>,
     sent: bool,
-    pub(super) zeroes: AlignedBuf,
+    /// Only ever read, so all handles have the same.
+    zeroes: Arc<AlignedBuf>,
     pub(super) spare: Vec<AlignedBuf>,
     pub(super) unpacked: Unpacked,
     closed: Option<i32>,
@@ -218,7 +219,8 @@ impl Handle {
     /// # Errors
     /// No memory, or a storage that can't be shared.
     pub fn new(chain: Chain) -> io::Result<Self> {
-        Self::of(Arc::new(chain), Arc::default())
+        let zeroes = Arc::new(AlignedBuf::zeroed(ZEROES)?);
+        Self::of(Arc::new(chain), Arc::default(), zeroes)
     }
 
     /// Another one.
@@ -226,13 +228,12 @@ impl Handle {
     /// # Errors
     /// As [`Handle::new`].
     pub fn share(&self) -> io::Result<Self> {
-        Self::of(Arc::clone(&self.chain), Arc::clone(&self.users))
+        Self::of(Arc::clone(&self.chain), Arc::clone(&self.users), Arc::clone(&self.zeroes))
     }
 
-    fn of(chain: Arc<Chain>, users: Arc<AtomicUsize>) -> io::Result<Self> {
+    fn of(chain: Arc<Chain>, users: Arc<AtomicUsize>, zeroes: Arc<AlignedBuf>) -> io::Result<Self> {
         let unsupported = || io::Error::from_raw_os_error(libc::EOPNOTSUPP);
         let files = chain.files.iter().map(|f| f.share().ok_or_else(unsupported)).collect::<io::Result<Vec<_>>>()?;
-        let zeroes = AlignedBuf::zeroed(ZEROES)?;
         users.fetch_add(1, Ordering::SeqCst);
         Ok(Self {
             unpacked: Unpacked {
