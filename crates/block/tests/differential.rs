@@ -6,11 +6,11 @@
 mod common;
 
 use std::sync::Mutex;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use common::tools;
 use common::twin::{Engine, Twin, style};
+use common::watchdog::watch;
 use testkit::qcow2::{History, Rng, Row, pairwise};
 
 /// One at a time: a process just started holds, for a moment, every lock of the one that started it.
@@ -28,13 +28,8 @@ fn play(row: Row, history: &History, seed: u64, engines: [Engine; 2]) -> Result<
 
 /// With an end: an engine that hangs must not hang the tests.
 fn play_watched(row: Row, history: &History, seed: u64, engines: [Engine; 2]) -> Result<(), String> {
-    let (tell, told) = channel();
     let history = history.clone();
-    std::thread::spawn(move || {
-        let result = std::panic::catch_unwind(|| play(row, &history, seed, engines));
-        let _ = tell.send(result.unwrap_or_else(|_| Err("the test panicked".into())));
-    });
-    told.recv_timeout(Duration::from_secs(60)).unwrap_or_else(|_| Err("it hangs".into()))
+    watch(move || play(row, &history, seed, engines)).and_then(|result| result)
 }
 
 fn try_row(row: Row, seed: u64, batches: usize, engines: [Engine; 2]) {

@@ -422,6 +422,53 @@ fn a_full_host_fails_the_request_and_nothing_else() {
     check(&path, &model, dir.path());
 }
 
+/// A request that is still under way when its cluster is freed has it until it ends: nobody else gets that cluster before.
+#[test]
+fn a_freed_cluster_waits_for_those_who_use_it() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let Some(image) = in_memory(dir.path()) else {
+        println!("skipped: qemu-img is not installed");
+        return;
+    };
+    let plan = FaultPlan::new();
+    let mut user = User::new(Disk::faulty_qcow2(&image, &Options::qcow2("memory"), &plan).unwrap());
+    for op in [Op::Read, Op::Write] {
+        user.write(0, &[0x11; 4096]).unwrap();
+        user.flush().unwrap();
+        // Held back at the storage: a read, or a write in place, of the cluster that the guest then gives up.
+        plan.add(Fault { op, range: 0..u64::MAX, after: 0, times: 1, errno: None });
+        let mut held = Buffer::with(&[0x22; 4096], 0);
+        let segs = held.segs(&mut Rng(1), 4096);
+        user.submit(9, op, 0, 4096, &segs);
+        user.disk.commit();
+        plan.clear();
+        user.submit(1, Op::Discard, 0, 4096, &[]);
+        user.wait(1).unwrap();
+        for round in 0..4_u64 {
+            user.flush().unwrap();
+            for n in 1..20 {
+                user.write((round * 20 + n) * 4096, &[0x33; 4096]).unwrap();
+            }
+        }
+        plan.release();
+        user.wait(9).unwrap();
+        if op == Op::Read {
+            assert!(held.data().iter().all(|b| *b == 0x11), "the read saw the next owner's bytes");
+        }
+        for n in (0..80_u64).filter(|n| n % 20 != 0) {
+            assert_eq!(user.read(n * 4096, 4096).unwrap(), vec![0x33; 4096], "the write hit the next owner");
+        }
+        user.submit(1, Op::Discard, 0, 4 << 20, &[]);
+        user.wait(1).unwrap();
+    }
+    user.disk.detach();
+    drop(user);
+    std::fs::write(dir.path().join("after.qcow2"), image.to_vec()).unwrap();
+    let text = qemu("qemu-img", &["check", "-f", "qcow2", dir.path().join("after.qcow2").to_str().unwrap()]).unwrap();
+    assert!(text.contains("No errors were found"), "{text}");
+}
+
 #[test]
 fn an_external_data_file_is_where_the_data_goes() {
     let _alone = alone();

@@ -5,13 +5,14 @@
 
 mod common;
 
+use std::os::fd::FromRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::mpsc::channel;
-use std::time::Duration;
 
-use block::{BackingGate, Disk, Options, Qcow2Options};
-use common::tools::{self, qemu_img, qemu_io};
+use block::qcow2::offline::{Image, Repair};
+use block::{BackingGate, Cache, Disk, Options, Qcow2Options};
+use common::tools::{self, qemu_check, qemu_img, qemu_io};
+use common::watchdog::watch;
 use testkit::qcow2::{Counting, Player, Rng, Step};
 
 #[global_allocator]
@@ -22,19 +23,17 @@ static ALONE: Mutex<()> = Mutex::new(());
 const CACHE: u64 = 1 << 20;
 const BUDGET: usize = CACHE as usize + (64 << 20);
 
-/// Runs `work` with an end and a bound on memory.
+/// Runs `work` with an end and within the cache's budget and 64 MiB.
 fn bounded<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
+    within(BUDGET, what, work)
+}
+
+/// Runs `work` with an end and a bound on memory.
+fn within<T: Send + 'static>(budget: usize, what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let before = Counting::mark();
-    let (tell, told) = channel();
-    std::thread::spawn(move || {
-        let _ = tell.send(work());
-    });
-    let result = match told.recv_timeout(Duration::from_secs(60)) {
-        Ok(result) => result,
-        Err(e) => panic!("{what}: it panics or hangs: {e}"),
-    };
+    let result = watch(work).unwrap_or_else(|e| panic!("{what}: {e}"));
     let used = Counting::peak_since(before);
-    assert!(used < BUDGET, "{what}: took {used} bytes of memory");
+    assert!(used < budget, "{what}: took {used} bytes of memory");
     result
 }
 
@@ -86,6 +85,11 @@ fn use_it(path: &Path, seed: u64) -> Option<()> {
     }
     let _ = player.disk.extents(0, size.min(16 << 20));
     drop(player.end());
+    // The checker finds whatever it finds, within the same bounds.
+    if let Ok(mut image) = Image::open(path, true) {
+        let _ = image.check();
+        let _ = image.repair(if seed.is_multiple_of(2) { Repair::All } else { Repair::Leaks });
+    }
     Some(())
 }
 
@@ -142,40 +146,141 @@ fn headers_that_claim_too_much_are_refused_in_one_line() {
     let good = std::fs::read(den.image("good.qcow2", "cluster_size=65536", DATA)).unwrap();
     let long = |v: u64| v.to_be_bytes().to_vec();
     let word = |v: u32| v.to_be_bytes().to_vec();
-    let claims: Vec<(&str, usize, Vec<u8>)> = vec![
-        ("no magic", 0, word(0)),
-        ("version 1", 4, word(1)),
-        ("version 4", 4, word(4)),
-        ("clusters of 256 bytes", 20, word(8)),
-        ("clusters of 4 MiB", 20, word(22)),
-        ("clusters of 2^99 bytes", 20, word(99)),
-        ("exabytes with a small L1 table", 24, long(1 << 60)),
-        ("2^64 - 1 bytes", 24, long(u64::MAX)),
-        ("a petabyte with a small L1 table", 24, long(1 << 50)),
-        ("unknown encryption", 32, word(7)),
-        ("an L1 table of 2^32 entries", 36, word(u32::MAX)),
-        ("an L1 table off its cluster", 40, long(0x30001)),
-        ("an L1 table at the end of everything", 40, long(u64::MAX - 0xffff)),
-        ("an L1 table in the header", 40, long(0)),
-        ("an L1 table in the refcount table", 40, long(be64(&good, 48))),
-        ("a refcount table off its cluster", 48, long(0x10001)),
-        ("a refcount table in the header", 48, long(0)),
-        ("a refcount table of 2^32 clusters", 56, word(u32::MAX)),
-        ("no refcount table", 56, word(0)),
-        ("2^32 snapshots", 60, word(u32::MAX)),
-        ("a snapshot table in the header", 60, [word(1), long(0)].concat()),
-        ("an unknown incompatible feature", 72, long(1 << 40)),
-        ("refcounts of 2^40 bits", 96, word(40)),
-        ("a header of no length", 100, word(0)),
-        ("a header of 2^32 bytes", 100, word(u32::MAX)),
-        ("a backing file name past the cluster", 8, [long(65000), word(1023)].concat()),
-        ("a backing file name of 2^32 bytes", 8, [long(200), word(u32::MAX)].concat()),
-        ("an unknown compression", 72, [long(8), long(0), long(0), word(4), word(112), vec![9]].concat()),
+    let claims: Vec<(&str, usize, Vec<u8>, &str)> = vec![
+        ("no magic", 0, word(0), "is not a qcow2 image: its first four bytes are not QFI\\xfb; give the right format="),
+        ("version 1", 4, word(1), "cannot be used: qcow2 version 1; versions 2 and 3 are known"),
+        ("version 4", 4, word(4), "cannot be used: qcow2 version 4; versions 2 and 3 are known"),
+        (
+            "clusters of 256 bytes",
+            20,
+            word(8),
+            "cannot be used: clusters of 2^8 bytes; 512 bytes to 2 MiB are possible",
+        ),
+        ("clusters of 4 MiB", 20, word(22), "cannot be used: clusters of 2^22 bytes; 512 bytes to 2 MiB are possible"),
+        (
+            "clusters of 2^99 bytes",
+            20,
+            word(99),
+            "cannot be used: clusters of 2^99 bytes; 512 bytes to 2 MiB are possible",
+        ),
+        (
+            "exabytes with a small L1 table",
+            24,
+            long(1 << 60),
+            "is damaged: its L1 table has 1 entries, its 1152921504606846976 bytes need 2147483648; `tare img check` tells more",
+        ),
+        ("2^64 - 1 bytes", 24, long(u64::MAX), "cannot be used: a disk of 18446744073709551615 bytes"),
+        (
+            "a petabyte with a small L1 table",
+            24,
+            long(1 << 50),
+            "is damaged: its L1 table has 1 entries, its 1125899906842624 bytes need 2097152; `tare img check` tells more",
+        ),
+        ("unknown encryption", 32, word(7), "cannot be used: encryption method 7; AES (1) and LUKS (2) are known"),
+        (
+            "an L1 table of 2^32 entries",
+            36,
+            word(u32::MAX),
+            "cannot be used: an L1 table of 34359738360 bytes; the limit is 32 MiB",
+        ),
+        (
+            "an L1 table off its cluster",
+            40,
+            long(0x30001),
+            "is damaged: the L1 table at 0x30001, not at a cluster's start; `tare img check` tells more",
+        ),
+        (
+            "an L1 table at the end of everything",
+            40,
+            long(u64::MAX - 0xffff),
+            "is damaged: the L1 table at 0xffffffffffff0000, past any file's end; `tare img check` tells more",
+        ),
+        (
+            "an L1 table in the header",
+            40,
+            long(0),
+            "is damaged: the header at 0x0 overlaps the L1 table at 0x0; `tare img check` tells more",
+        ),
+        (
+            "an L1 table in the refcount table",
+            40,
+            long(be64(&good, 48)),
+            "is damaged: the refcount table at 0x10000 overlaps the L1 table at 0x10000; `tare img check` tells more",
+        ),
+        (
+            "a refcount table off its cluster",
+            48,
+            long(0x10001),
+            "is damaged: the refcount table at 0x10001, not at a cluster's start; `tare img check` tells more",
+        ),
+        (
+            "a refcount table in the header",
+            48,
+            long(0),
+            "is damaged: the header at 0x0 overlaps the refcount table at 0x0; `tare img check` tells more",
+        ),
+        (
+            "a refcount table of 2^32 clusters",
+            56,
+            word(u32::MAX),
+            "cannot be used: a refcount table of 281474976645120 bytes; the limit is 8 MiB",
+        ),
+        ("no refcount table", 56, word(0), "is damaged: it has no refcount table; `tare img check` tells more"),
+        ("2^32 snapshots", 60, word(u32::MAX), "cannot be used: 4294967295 snapshots; the limit is 65536"),
+        (
+            "a snapshot table in the header",
+            60,
+            [word(1), long(0)].concat(),
+            "is damaged: the header at 0x0 overlaps the snapshot table at 0x0; `tare img check` tells more",
+        ),
+        (
+            "an unknown incompatible feature",
+            72,
+            long(1 << 40),
+            "cannot be used: it needs features unknown to this version: unnamed (bit 40)",
+        ),
+        (
+            "refcounts of 2^40 bits",
+            96,
+            word(40),
+            "is damaged: refcounts of 2^40 bits, 64 at most are possible; `tare img check` tells more",
+        ),
+        (
+            "a header of no length",
+            100,
+            word(0),
+            "is damaged: a header of 0 bytes, which does not fit its cluster; `tare img check` tells more",
+        ),
+        (
+            "a header of 2^32 bytes",
+            100,
+            word(u32::MAX),
+            "is damaged: a header of 4294967295 bytes, which does not fit its cluster; `tare img check` tells more",
+        ),
+        (
+            "a backing file name past the cluster",
+            8,
+            [long(65000), word(1023)].concat(),
+            "is damaged: a backing file name of 1023 bytes at 0xfde8, outside the header's cluster; `tare img check` tells more",
+        ),
+        (
+            "a backing file name of 2^32 bytes",
+            8,
+            [long(200), word(u32::MAX)].concat(),
+            "is damaged: a backing file name of 4294967295 bytes at 0xc8, outside the header's cluster; `tare img check` tells more",
+        ),
+        (
+            "an unknown compression",
+            72,
+            [long(8), long(0), long(0), word(4), word(112), vec![9]].concat(),
+            "cannot be used: compression type 9; zlib (0) and zstd (1) are known",
+        ),
     ];
-    for (what, at, bytes) in claims {
+    for (what, at, bytes, says) in claims {
         let path = den.with("bad.qcow2", &good, &[(at, &bytes)]);
+        let name = path.display().to_string();
         let line = bounded(what, move || refusal(&options(&path)));
-        println!("{what}: {line}");
+        assert_eq!(line, format!("disk {name}: {says}"), "{what}");
     }
 }
 
@@ -373,4 +478,231 @@ fn compressed_bombs_stay_within_their_cluster() {
             drop(player.end());
         });
     }
+}
+
+/// Sizes that are no size of a disk, raw and qcow2, with the line that says so.
+#[test]
+fn wrong_sizes_and_alignments_are_said() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    if !tools::there() {
+        return;
+    }
+    let den = Den::new();
+    let raw = den.path("small.raw");
+    let line = |options: &Options| refusal(options).replace(&options.path.display().to_string(), "IMAGE");
+    for len in [0, 1, 511] {
+        std::fs::write(&raw, vec![1; len]).unwrap();
+        let says = format!(
+            "disk IMAGE: {len} bytes hold no 512-byte sector; make it larger, for instance `truncate -s 4G IMAGE`"
+        );
+        assert_eq!(line(&Options::new(&raw)), says);
+        assert_eq!(
+            line(&Options::qcow2(&raw)),
+            "disk IMAGE: is not a qcow2 image: its first four bytes are not QFI\\xfb; give the right format="
+        );
+    }
+    std::fs::write(&raw, vec![1; 1300]).unwrap();
+    let disk = Disk::open(&Options::new(&raw)).unwrap();
+    let warning = disk.warning().unwrap().replace(&raw.display().to_string(), "IMAGE");
+    assert_eq!(
+        warning,
+        "disk IMAGE: 1300 bytes is no multiple of 512, so the last 276 are hidden from the guest; `truncate -s 1536 IMAGE` shows them"
+    );
+    assert_eq!(disk.size(), 1024);
+    drop(disk);
+    // Direct I/O would have to read past the end, or the tail is hidden all the same.
+    match Disk::open(&Options { cache: Cache::None, ..Options::new(&raw) }) {
+        Ok(disk) => assert_eq!(disk.size(), 1024),
+        Err(e) => println!("cache=none: {}", one_line(&raw, &e.to_string())),
+    }
+    let good = std::fs::read(den.image("good.qcow2", "cluster_size=65536", DATA)).unwrap();
+    for (size, says) in [
+        (0_u64, "disk IMAGE: 0 bytes hold no 512-byte sector; make it larger, for instance `truncate -s 4G IMAGE`"),
+        (1000, "disk IMAGE: its 1000 bytes are no multiple of 512; resize it"),
+        ((1 << 20) - 1, "disk IMAGE: its 1048575 bytes are no multiple of 512; resize it"),
+    ] {
+        let path = den.with("odd.qcow2", &good, &[(24, &size.to_be_bytes())]);
+        assert_eq!(line(&options(&path)), says);
+    }
+    // Cut off in the middle of what it needs.
+    for len in [71, 100, 4096, 70_000] {
+        std::fs::write(den.path("cut.qcow2"), &good[..len]).unwrap();
+        println!("{len} bytes: {}", line(&options(&den.path("cut.qcow2"))));
+    }
+}
+
+/// A backing file that is not what it was: shorter, longer, another format, gone, or cut off while it is in use.
+#[test]
+fn backing_files_that_changed_harm_nobody() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    if !tools::there() {
+        return;
+    }
+    let den = Den::new();
+    let (base, top) = (den.path("base"), den.path("top.qcow2"));
+    let cover = |format: &str| {
+        let _ = std::fs::remove_file(&base);
+        std::fs::write(&base, vec![7; 1 << 20]).unwrap();
+        if format == "qcow2" {
+            qemu_img(&["create", "-q", "-f", "qcow2", base.to_str().unwrap(), "1M"]).unwrap();
+        }
+        qemu_img(&["create", "-q", "-f", "qcow2", "-b", "base", "-F", format, top.to_str().unwrap()]).unwrap();
+    };
+    let open = || Player::new(Disk::open(&options(&top)).unwrap()).unwrap();
+    cover("raw");
+    std::fs::write(&base, vec![7; 300 << 10]).unwrap();
+    let mut player = open();
+    let seen = player.read(0, 1 << 20).unwrap();
+    assert!(
+        seen[..300 << 10].iter().all(|b| *b == 7) && seen[300 << 10..].iter().all(|b| *b == 0),
+        "past its end: zeroes"
+    );
+    player.one(Step::Write { at: 290 << 10, len: 20 << 10, id: 3 }).unwrap();
+    // Cut off behind our back: an error there at worst, and nowhere else.
+    std::fs::OpenOptions::new().write(true).open(&base).unwrap().set_len(4096).unwrap();
+    assert_eq!(player.read(0, 4096).unwrap(), vec![7; 4096]);
+    match player.read(128 << 10, 4096) {
+        Ok(seen) => assert_eq!(seen, vec![0; 4096]),
+        Err(e) => assert_eq!(e.raw_os_error(), Some(libc::EIO)),
+    }
+    player.one(Step::Write { at: 900 << 10, len: 4096, id: 4 }).unwrap();
+    player.one(Step::Flush).unwrap();
+    drop(player.end());
+    assert_eq!(qemu_check(&top).unwrap(), 0);
+    // Longer than it was: the disk is as large as it says.
+    std::fs::write(&base, vec![7; 3 << 20]).unwrap();
+    let mut player = open();
+    assert_eq!((player.disk.size(), player.read((1 << 20) - 512, 512).unwrap()), (1 << 20, vec![7; 512]));
+    drop(player.end());
+    let line = |what: &str| {
+        let line = refusal(&options(&top)).replace(&den.dir.path().display().to_string(), "DIR");
+        println!("{what}: {line}");
+        line
+    };
+    std::fs::remove_file(&base).unwrap();
+    assert_eq!(line("gone"), "disk DIR/base: no such file; check the path, or make one with `truncate -s 4G DIR/base`");
+    std::fs::create_dir(&base).unwrap();
+    assert_eq!(
+        line("a folder"),
+        "disk DIR/base: is a directory, not a regular file or block device; give the path of an image"
+    );
+    std::fs::remove_dir(&base).unwrap();
+    cover("qcow2");
+    std::fs::write(&base, vec![7; 1 << 20]).unwrap();
+    assert_eq!(
+        line("no longer qcow2"),
+        "disk DIR/base: is not a qcow2 image: its first four bytes are not QFI\\xfb; give the right format="
+    );
+    std::fs::write(&base, b"").unwrap();
+    assert!(line("empty").contains("DIR/base: is not a qcow2 image"));
+}
+
+/// Images that claim petabytes are served as such, in little memory; those that need larger tables than there may be are
+/// refused.
+#[test]
+fn petabytes_cost_little() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    if !tools::there() {
+        return;
+    }
+    let den = Den::new();
+    for (words, size) in
+        [("cluster_size=2M", 1_u64 << 50), ("cluster_size=64k", 1 << 50), ("cluster_size=64k", 2 << 50)]
+    {
+        let path = den.path("huge.qcow2");
+        qemu_img(&["create", "-q", "-f", "qcow2", "-o", words, path.to_str().unwrap(), &size.to_string()]).unwrap();
+        for readonly in [true, false] {
+            let options = Options { readonly, ..options(&path) };
+            bounded(&format!("{words}, {size}, readonly {readonly}"), move || {
+                let mut player = Player::new(Disk::open(&options).unwrap()).unwrap();
+                assert_eq!(player.disk.size(), size);
+                for at in [0, size / 2, size - 4096] {
+                    assert_eq!(player.read(at, 4096).unwrap(), vec![0; 4096]);
+                    if !readonly {
+                        let step = Step::Write { at, len: 4096, id: 9 };
+                        player.one(step).unwrap();
+                        assert_eq!(player.read(at, 4096).unwrap(), testkit::qcow2::history::fill(9, at, 4096));
+                    }
+                }
+                if !readonly {
+                    player.one(Step::Flush).unwrap();
+                }
+                drop(player.end());
+            });
+        }
+        let image = path.clone();
+        let report = bounded("check", move || Image::open(&image, false).unwrap().check().unwrap());
+        assert!(report.clean(), "{report:?}");
+        assert!(std::fs::metadata(&path).unwrap().len() < 128 << 20, "nothing is stored for what is not there");
+    }
+    // Tables full of entries, as many as the format allows: what is kept of each is all that it may cost.
+    let path = den.path("full.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=64k", path.to_str().unwrap(), "2P"]).unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    let (l1, entries) = (be64(&bytes, 40) as usize, u32::from_be_bytes(bytes[36..40].try_into().unwrap()) as usize);
+    for (n, entry) in bytes[l1..l1 + entries * 8].chunks_exact_mut(8).enumerate() {
+        entry.copy_from_slice(&(1_u64 << 63 | (1 << 30) + ((n as u64) << 16)).to_be_bytes());
+    }
+    std::fs::write(&path, &bytes).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
+    within(256 << 20, "a full L1 table", move || {
+        let Ok(disk) = Disk::open(&options(&path)) else { return };
+        let mut player = Player::new(disk).unwrap();
+        let size = player.disk.size();
+        for at in [0, size / 2, size - 4096] {
+            let _ = player.read(at, 4096);
+            let _ = player.one(Step::Write { at, len: 4096, id: 9 });
+        }
+        drop(player.end());
+    });
+}
+
+/// What an image names and the gate does not let through is not even opened.
+#[test]
+fn no_file_is_opened_that_was_not_let_through() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    if !tools::there() {
+        return;
+    }
+    let den = Den::new();
+    let (room, out) = (den.path("room"), den.path("out"));
+    std::fs::create_dir(&room).unwrap();
+    std::fs::create_dir(&out).unwrap();
+    let secret = out.join("secret");
+    std::fs::write(&secret, vec![0x5e; 1 << 20]).unwrap();
+    std::os::unix::fs::symlink(&secret, room.join("link")).unwrap();
+    let images: Vec<PathBuf> = ["../out/secret", secret.to_str().unwrap(), "link", "file:../out/secret"]
+        .iter()
+        .flat_map(|name| ["raw", "qcow2"].map(|format| (name, format)))
+        .enumerate()
+        .map(|(n, (name, format))| {
+            let path = room.join(format!("{n}.qcow2"));
+            let words = ["create", "-q", "-u", "-f", "qcow2", "-b", name, "-F", format, path.to_str().unwrap(), "1M"];
+            qemu_img(&words).unwrap();
+            path
+        })
+        .collect();
+    let data = room.join("data.qcow2");
+    let words = format!("data_file={}", secret.display());
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", &words, data.to_str().unwrap(), "1M"]).unwrap();
+    let c_path = std::ffi::CString::new(secret.to_str().unwrap()).unwrap();
+    // SAFETY: the path lives through the calls; the descriptor is this test's.
+    let watcher = unsafe {
+        let watcher = libc::inotify_init1(libc::IN_NONBLOCK | libc::IN_CLOEXEC);
+        assert!(watcher >= 0 && libc::inotify_add_watch(watcher, c_path.as_ptr(), libc::IN_ALL_EVENTS) >= 0);
+        std::os::fd::OwnedFd::from_raw_fd(watcher)
+    };
+    let mut events = std::fs::File::from(watcher);
+    let mut happened = || std::io::Read::read(&mut events, &mut [0; 4096]).is_ok_and(|n| n > 0);
+    for path in images.iter().chain([&data]) {
+        for readonly in [true, false] {
+            refusal(&Options { readonly, ..options(path) });
+            if let Ok(image) = Image::open(path, !readonly) {
+                let _ = image.check();
+            }
+        }
+        assert!(!happened(), "{}: the secret was touched", path.display());
+    }
+    drop(std::fs::File::open(&secret).unwrap());
+    assert!(happened(), "and it would have been noticed");
 }

@@ -4,6 +4,7 @@
 
 pub mod tools;
 pub mod twin;
+pub mod watchdog;
 
 use std::collections::HashMap;
 use std::io;

@@ -27,12 +27,26 @@ pub enum Luck {
     Shuffled,
     /// Those of one file did, and of the others none.
     OneFile,
+    /// Those up to some moment did, in the order in which they ended.
+    Oldest,
+    /// Those from some moment on did: the medium likes to write what came last first.
+    Newest,
 }
 
 impl Luck {
     /// All kinds.
-    pub const ALL: [Self; 8] =
-        [Self::None, Self::All, Self::Some, Self::Torn, Self::One, Self::AllButOne, Self::Shuffled, Self::OneFile];
+    pub const ALL: [Self; 10] = [
+        Self::None,
+        Self::All,
+        Self::Some,
+        Self::Torn,
+        Self::One,
+        Self::AllButOne,
+        Self::Shuffled,
+        Self::OneFile,
+        Self::Oldest,
+        Self::Newest,
+    ];
 }
 
 /// Whether the host keeps its word.
@@ -176,6 +190,8 @@ impl<'a> Cuts<'a> {
                 Luck::One => i == chosen,
                 Luck::AllButOne => i != chosen,
                 Luck::OneFile => file == lucky,
+                Luck::Oldest => i < chosen,
+                Luck::Newest => i >= chosen,
             };
             if let (true, Some(bytes)) = (whole, files.get_mut(file)) {
                 apply(bytes, change, |_| luck != Luck::Torn || rng.one_in(2));

@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use crate::options::Cow;
 use crate::qcow2::format::crypto::Cipher;
 use crate::qcow2::format::entry::{COPIED, Layout, Mapping, OFFSET_MASK};
-use crate::qcow2::format::header::{Compression, Header, Table};
+use crate::qcow2::format::header::{Compression, Header, MAX_L1_BYTES, Table};
 use crate::qcow2::format::{FormatError, be64};
 use crate::storage::Storage;
 
@@ -22,36 +22,38 @@ use super::side;
 const SLICE: u64 = 4096;
 /// Default most bytes of the L2 cache.
 const L2_CACHE: u64 = 32 << 20;
+/// Entries of the L1 table read at a time.
+const PART: usize = 128 << 10;
 /// Bytes of the header that are patched: one sector.
 pub const HEAD: usize = 512;
 
-/// The L1 table, which only ever grows.
-#[derive(Debug, Default)]
+/// Entries in a page of the L1 table.
+const PAGE: usize = 4096;
+
+/// The L1 table, which only ever grows. Pages without an entry cost nothing.
+#[derive(Debug)]
 pub struct L1 {
-    /// Of 1024, 2048, 4096… entries.
-    chunks: [OnceLock<Box<[AtomicU64]>>; 16],
+    pages: Box<[OnceLock<Box<[AtomicU64]>>]>,
+}
+
+impl Default for L1 {
+    fn default() -> Self {
+        Self { pages: (0..MAX_L1_BYTES as usize / 8 / PAGE).map(|_| OnceLock::new()).collect() }
+    }
 }
 
 impl L1 {
-    fn place(index: usize) -> (usize, usize) {
-        let at = index + 1024;
-        let chunk = at.ilog2() as usize - 10;
-        (chunk, at - (1024 << chunk))
-    }
-
     /// The entry; 0 past the end.
     pub fn get(&self, index: usize) -> u64 {
-        let (chunk, at) = Self::place(index);
-        let chunk = self.chunks.get(chunk).and_then(OnceLock::get);
-        chunk.and_then(|c| c.get(at)).map_or(0, |e| e.load(Ordering::Acquire))
+        let page = self.pages.get(index / PAGE).and_then(OnceLock::get);
+        page.and_then(|p| p.get(index % PAGE)).map_or(0, |e| e.load(Ordering::Acquire))
     }
 
     /// Sets the entry. For holders of the lock.
     pub fn set(&self, index: usize, value: u64) {
-        let (chunk, at) = Self::place(index);
-        let Some(slot) = self.chunks.get(chunk) else { return };
-        let entries = slot.get_or_init(|| (0..1024usize << chunk).map(|_| AtomicU64::new(0)).collect());
-        if let Some(entry) = entries.get(at) {
+        let Some(page) = self.pages.get(index / PAGE) else { return };
+        let entries = page.get_or_init(|| (0..PAGE).map(|_| AtomicU64::new(0)).collect());
+        if let Some(entry) = entries.get(index % PAGE) {
             entry.store(value, Ordering::Release);
         }
     }
@@ -225,11 +227,11 @@ impl Image {
             None
         };
         let head = side::read(&mut storage, 0, HEAD, file_len)?;
-        let l1_disk = if how.writable { l1.clone() } else { Vec::new() };
         let table = L1::default();
         for (index, entry) in l1.iter().enumerate().filter(|(_, e)| **e != 0) {
             table.set(index, *entry);
         }
+        let l1_disk = if how.writable { l1 } else { Vec::new() };
         let meta = Meta::new(storage, refs, (header.clone(), head, l1_disk), cache.capacity(), how.unit);
         Ok(Ok(Self {
             layout,
@@ -310,8 +312,13 @@ impl Image {
 
 fn load_l1(storage: &mut Storage, header: &Header, file_len: u64) -> io::Result<Result<Vec<u64>, FormatError>> {
     let Table { offset, count } = header.l1;
-    let bytes = side::read(storage, offset, count as usize * 8, file_len)?;
-    let l1: Vec<u64> = bytes.chunks_exact(8).map(|b| be64(b, 0)).collect();
+    // In parts: an image that claims petabytes has a large table, and one copy of it is enough.
+    let mut l1 = Vec::with_capacity(count as usize);
+    for first in (0..count as usize).step_by(PART) {
+        let len = PART.min(count as usize - first) * 8;
+        let bytes = side::read(storage, offset + first as u64 * 8, len, file_len)?;
+        l1.extend(bytes.chunks_exact(8).map(|b| be64(b, 0)));
+    }
     let layout = header.layout();
     let needed = layout.l1_entries(header.size) as usize;
     for entry in l1.iter().take(needed) {
@@ -354,14 +361,12 @@ fn writable_refs(
     for (offset, len) in tables {
         refs.reserved.extend(offset / cluster..(offset + len).div_ceil(cluster));
     }
-    let mut twice = std::collections::HashSet::new();
     for entry in l1.iter().map(|e| e & OFFSET_MASK).filter(|e| *e != 0) {
         let table = entry >> header.cluster_bits;
-        if !twice.insert(table) || refs.reserved.contains(&table) {
+        if !refs.reserved.insert(table) {
             return Ok(FormatError::corrupt(format!("two tables share the cluster at {entry:#x}")));
         }
     }
-    refs.reserved.extend(twice);
     Ok(Ok(refs))
 }
 
