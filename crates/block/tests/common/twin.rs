@@ -50,6 +50,7 @@ pub fn style(row: &Row, batches: usize) -> Style {
         longest: (row.cluster() * 3).clamp(16384, 3 << 20),
         batches,
         depth: 8,
+        flush: 12,
         snapshots: if !row.snapshots() {
             0
         } else if row.refcount_bits() == 2 {

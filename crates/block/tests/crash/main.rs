@@ -28,6 +28,7 @@ fn style(size: u64, cluster: u64) -> Style {
         longest: (cluster * 3).max(4096).min(size),
         batches: if size > 1 << 20 { 6 } else { 20 },
         depth: 6,
+        flush: 12,
         snapshots: 0,
         resize: false,
         reopen: true,
@@ -45,6 +46,7 @@ fn raw_disk(resize: bool, handles: usize) -> Kind<'static> {
         read: &|files| Ok(files[0].clone()),
         leaks: &|_| 0,
         raw_data: false,
+        whole: true,
     }
 }
 
@@ -70,6 +72,8 @@ struct Start {
     handles: usize,
     resize: bool,
     trouble: Trouble,
+    /// Many requests at a time, flushes among them that meet each other's cycles.
+    busy: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -109,7 +113,16 @@ const EMPTY: Start = Start {
     handles: 1,
     resize: false,
     trouble: Trouble::Nothing,
+    busy: false,
 };
+
+impl Start {
+    fn style(&self) -> Style {
+        let style = Style { resize: self.resize, ..style(self.size, self.cluster) };
+        let busy = Style { batches: 10, depth: 24, flush: 4, longest: 3 * self.cluster, ..style.clone() };
+        if self.busy { busy } else { style }
+    }
+}
 
 /// A start made real.
 struct Made {
@@ -246,7 +259,7 @@ fn with_kind<T>(start: &Start, work: impl FnOnce(&Kind<'_>, &Made) -> T) -> Opti
         Disk::recorded_qcow2(image, data, &made.options).map_err(|e| e.to_string())
     };
     let kind = Kind {
-        style: Style { resize: start.resize, ..style(start.size, start.cluster) },
+        style: start.style(),
         start: made.files.clone(),
         handles: start.handles,
         trouble: start.trouble,
@@ -254,6 +267,7 @@ fn with_kind<T>(start: &Start, work: impl FnOnce(&Kind<'_>, &Made) -> T) -> Opti
         read: &|files| made.read(files),
         leaks: &|files| made.layer(files).map_or(0, |l| l.check().leaks),
         raw_data: start.data == Data::ExternalRaw,
+        whole: true,
     };
     Some(work(&kind, &made))
 }
@@ -350,6 +364,8 @@ cases! {
     two_handles, 370: Start { handles: 2, ..EMPTY };
     three_handles_over_a_chain, 310: Start { handles: 3, backing: Backing::Chain, ..FOUR };
     four_handles_with_subclusters, 240: Start { handles: 4, snapshots: Snapshots::Editor, ..PARTS };
+    flushes_upon_flushes, 400: Start { busy: true, ..EMPTY };
+    flushes_upon_flushes_on_three_handles, 400: Start { busy: true, handles: 3, ..EMPTY };
     handles_and_a_data_file, 180: Start { handles: 3, data: Data::External, ..FOUR };
     a_full_medium, 310: Start { trouble: Trouble::Full, ..EMPTY };
     a_full_medium_over_a_chain, 240: Start { trouble: Trouble::Full, backing: Backing::Chain, ..FOUR };

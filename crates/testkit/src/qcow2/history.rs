@@ -96,6 +96,8 @@ pub struct Style {
     pub depth: u64,
     /// Most snapshots at a time.
     pub snapshots: usize,
+    /// One request in so many is a flush.
+    pub flush: u64,
     /// With resizes.
     pub resize: bool,
     /// With reopening.
@@ -230,7 +232,7 @@ impl History {
 }
 
 fn random_step(rng: &mut Rng, style: &Style, size: u64, others: &[Step], id: &mut u32) -> Option<Step> {
-    if rng.one_in(12) {
+    if rng.one_in(style.flush) {
         return Some(Step::Flush);
     }
     for _ in 0..10 {
