@@ -83,7 +83,10 @@ impl Crew {
             }
             if able.is_empty() {
                 let waiting: Vec<usize> = self.members.iter().map(|m| m.flying.len()).collect();
-                return Err(format!("a wake-up was lost: all sleep, with {waiting:?} requests in flight: {self:?}"));
+                let why = format!("a wake-up was lost: all sleep, with {waiting:?} requests in flight: {self:?}");
+                // Closing them would wait for what never comes.
+                std::mem::forget(std::mem::take(&mut self.members));
+                return Err(why);
             }
             let member = *rng.pick(&able);
             for (begun, answer) in self.members[member].turn() {
