@@ -52,6 +52,17 @@ impl Reactor {
         self.ctl(libc::EPOLL_CTL_ADD, fd.as_raw_fd(), &mut event)
     }
 
+    /// Watches `fd` for input, room for output and hang-ups, and reports each change once: whoever uses this reads or writes
+    /// until the descriptor refuses. An eventfd watched so need never be read.
+    ///
+    /// # Errors
+    /// As [`Reactor::add`].
+    pub fn add_edge(&self, fd: &impl AsRawFd, token: Token) -> io::Result<()> {
+        let events = (libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET) as u32;
+        let mut event = libc::epoll_event { events, u64: token };
+        self.ctl(libc::EPOLL_CTL_ADD, fd.as_raw_fd(), &mut event)
+    }
+
     /// Stops watching `fd`.
     ///
     /// # Errors
@@ -124,5 +135,19 @@ mod tests {
         r.remove(&b).unwrap();
         b.write(1).unwrap();
         assert_eq!(r.turn(Some(0)).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn an_edge_is_reported_once() {
+        let mut r = Reactor::new().unwrap();
+        let a = EventFd::new(EFD_NONBLOCK).unwrap();
+        r.add_edge(&a, 3).unwrap();
+        assert_eq!(r.turn(Some(0)).unwrap().count(), 1, "it can be written");
+        assert_eq!(r.turn(Some(0)).unwrap().count(), 0);
+        for _ in 0..2 {
+            a.write(1).unwrap();
+            assert_eq!(r.turn(Some(0)).unwrap().count(), 1);
+            assert_eq!(r.turn(Some(0)).unwrap().count(), 0, "though nobody read it");
+        }
     }
 }

@@ -18,6 +18,9 @@ pub enum Error {
     /// A disk is missing, in use or unfit.
     #[error(transparent)]
     Disk(#[from] block::Error),
+    /// A network device's other end is missing or unfit.
+    #[error(transparent)]
+    Net(#[from] virtio::net::NetError),
     /// The VM asks for more than the host or tare offers.
     #[error("{0}")]
     TooMuch(String),

@@ -2,7 +2,7 @@
 //! Which virtio devices a VM has, by its description, and what the main thread keeps of each: the console's input, and the
 //! counters for the ledger. A new device is added here, in `spec` and in its own folder, and nowhere else.
 
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +10,7 @@ use base::reactor::Token;
 use spec::Vm;
 use virtio::blk::{Blk, BlkControl, BlkStats};
 use virtio::console::{Console, ConsolePort};
+use virtio::net::{Net, NetPort, NetStats};
 use virtio::rng::Rng;
 use virtio::stats::Counters;
 
@@ -24,10 +25,14 @@ const LAST_OUTPUT: Duration = Duration::from_secs(2);
 /// The way to change a disk, and its function on the bus, which tells the guest.
 pub type DiskControl = (BlkControl, Function);
 
+/// Token of the first NIC; the console's are below.
+const NETS: Token = 8;
+
 /// What the main thread keeps of the devices.
 #[derive(Default)]
 pub struct Registry {
     disks: Vec<Arc<BlkStats>>,
+    nets: Vec<(NetPort, Arc<NetStats>)>,
     small: Vec<(&'static str, Arc<Counters>)>,
     console: Option<ConsolePort>,
     /// Of each disk, if anybody may ask for changes.
@@ -41,7 +46,7 @@ impl Registry {
     /// also the ways to change them while they run.
     ///
     /// # Errors
-    /// [`Error::Disk`] for a disk that can't be opened, [`Error::Host`] when the host is out of something.
+    /// [`Error::Disk`] and [`Error::Net`] for what can't be opened, [`Error::Host`] when the host is out of something.
     pub fn populate(vm: &Vm, bus: &mut PciHost, io: &ConsoleIo, remote: bool) -> Result<Self, Error> {
         let mut out = Self::default();
         if vm.console == spec::Console::Virtio {
@@ -61,6 +66,11 @@ impl Registry {
             let function = bus.add(Box::new(disk))?;
             out.controls.extend(control.map(|control| (control, function)));
         }
+        for (number, net) in vm.nets.iter().enumerate() {
+            let net = Net::open(net, number)?;
+            out.nets.push((net.port(), net.stats()));
+            bus.add(Box::new(net))?;
+        }
         if vm.rng {
             let rng = Rng::new();
             out.small.push(("rng", rng.counters().clone()));
@@ -73,15 +83,28 @@ impl Registry {
     #[must_use]
     pub fn sources(&self, first: Token) -> Vec<(RawFd, Token)> {
         let sources = self.console.iter().flat_map(ConsolePort::sources);
-        sources.map(|(fd, token)| (fd, first + token)).collect()
+        let nets = (NETS..).zip(&self.nets).map(|(token, (port, _))| (port.as_raw_fd(), token));
+        sources.chain(nets).map(|(fd, token)| (fd, first + token)).collect()
     }
 
     /// A source is readable; `token` is relative to the `first` of [`Registry::sources`].
     pub fn on_ready(&mut self, token: Token) {
+        if let Some(number) = token.checked_sub(NETS) {
+            return self.tell_news_of(number);
+        }
         let Some(console) = &mut self.console else { return };
         if console.on_ready(token) {
             let waiting = std::mem::take(&mut self.waiting);
             self.input(&waiting);
+        }
+    }
+
+    /// Tells the user what NIC `number` has to say.
+    fn tell_news_of(&self, number: Token) {
+        let Some((port, _)) = usize::try_from(number).ok().and_then(|number| self.nets.get(number)) else { return };
+        for line in port.take_news() {
+            // The terminal may be raw: the line starts at its left edge all the same, and so does what follows.
+            eprint!("\rtare: {line}\r\n");
         }
     }
 
@@ -132,6 +155,18 @@ impl Registry {
                 ..DeviceLedger::default()
             }
         });
-        disks.chain(small).collect()
+        let nets = self.nets.iter().enumerate().map(|(number, (_, stats))| {
+            let c = stats.read();
+            DeviceLedger {
+                name: format!("net{number}"),
+                requests: c.received + c.sent,
+                bytes_read: c.received_bytes,
+                bytes_written: c.sent_bytes,
+                kicks: c.kicks,
+                interrupts: c.interrupts,
+                ..DeviceLedger::default()
+            }
+        });
+        disks.chain(nets).chain(small).collect()
     }
 }

@@ -30,7 +30,7 @@ pub const MIN_BPS: u64 = 1024;
 
 const PAGE: u64 = 4096;
 
-fn out_of_range(place: impl Into<String>, what: impl Into<String>, hint: impl Into<String>) -> SpecError {
+pub(crate) fn out_of_range(place: impl Into<String>, what: impl Into<String>, hint: impl Into<String>) -> SpecError {
     SpecError::OutOfRange { place: place.into(), what: what.into(), hint: hint.into() }
 }
 
@@ -51,6 +51,7 @@ impl Vm {
         }
         self.cpus.check()?;
         self.memory.check()?;
+        crate::net::check(&self.nets)?;
         check_disks(&self.disks)
     }
 

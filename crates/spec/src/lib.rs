@@ -9,6 +9,7 @@ mod check;
 mod cmdline;
 mod command;
 mod error;
+mod net;
 mod parse;
 mod text;
 mod vm;
@@ -19,6 +20,7 @@ pub use check::{
 };
 pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
 pub use error::SpecError;
+pub use net::{MAX_NETS, Mac, Net, NetKind};
 pub use parse::{FromText, Word, parse_on_off, parse_size, show_size};
 pub use text::{Said, said, said_each};
 pub use vm::*;

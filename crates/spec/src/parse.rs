@@ -182,14 +182,14 @@ pub fn show_size(bytes: u64) -> String {
 }
 
 /// A group of `key=value` items, each key known and given once.
-struct Group {
+pub(crate) struct Group {
     name: &'static str,
     items: Vec<(String, String)>,
 }
 
 impl Group {
     /// Splits `text`. A first item without `=` is the value of `first`.
-    fn parse(name: &'static str, text: &str, first: &str, known: &[&str]) -> Result<Self, SpecError> {
+    pub(crate) fn parse(name: &'static str, text: &str, first: &str, known: &[&str]) -> Result<Self, SpecError> {
         let mut group = Self { name, items: Vec::new() };
         for (index, item) in split_items(text).into_iter().enumerate() {
             let (key, value) = match item.split_once('=') {
@@ -224,7 +224,7 @@ impl Group {
     }
 
     /// The value of `key` and its full name, through `read`.
-    fn read<T>(
+    pub(crate) fn read<T>(
         &self,
         key: &str,
         read: impl FnOnce(&str, &str) -> Result<T, SpecError>,

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::Net;
 use crate::text::{maybe_size, maybe_size32, on_off, said, said_each, size};
 
 /// One virtual machine.
@@ -33,6 +34,9 @@ pub struct Vm {
     /// Disks, in the order the guest sees them.
     #[serde(default, rename = "disk", deserialize_with = "said_each")]
     pub disks: Vec<Disk>,
+    /// Network devices, in the order the guest sees them.
+    #[serde(default, rename = "net", deserialize_with = "said_each")]
+    pub nets: Vec<Net>,
     /// What the guest talks to the user through.
     #[serde(default)]
     pub console: Console,
@@ -67,6 +71,7 @@ impl Vm {
             cpus: Cpus::default(),
             memory: Memory::default(),
             disks: Vec::new(),
+            nets: Vec::new(),
             console: Console::default(),
             rng: yes(),
             ledger: None,

@@ -6,11 +6,12 @@
 //! complaint on one line.
 
 use std::ffi::OsString;
+use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 
 use lexopt::{Arg, Parser};
 use serde::Deserialize;
-use spec::{Console, Cpus, Disk, FromText, KernelDecompress, Memory, Said, SpecError, Word, parse_on_off};
+use spec::{Console, Cpus, Disk, FromText, KernelDecompress, Memory, Net, Said, SpecError, Word, parse_on_off};
 
 use crate::exit::Failure;
 
@@ -26,6 +27,8 @@ pub struct Typed {
     pub cmdline: Option<String>,
     /// `--disk`, in order.
     pub disk: Option<Vec<Said<Disk>>>,
+    /// `--net`, in order.
+    pub net: Option<Vec<Said<Net>>>,
     /// `--cpus`
     pub cpus: Option<Said<Cpus>>,
     /// `--memory`
@@ -46,9 +49,35 @@ pub struct Typed {
     pub api: Option<PathBuf>,
     /// `--kvm`
     pub kvm: Option<PathBuf>,
-    /// `--config`; the one flag that is no key.
-    #[serde(skip)]
+}
+
+/// A command line: what was typed, and the one flag that is no key of the file.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Line {
+    /// What was typed.
+    pub typed: Typed,
+    /// `--config`
     pub config: Option<PathBuf>,
+}
+
+impl From<Typed> for Line {
+    fn from(typed: Typed) -> Self {
+        Self { typed, config: None }
+    }
+}
+
+impl Deref for Line {
+    type Target = Typed;
+
+    fn deref(&self) -> &Typed {
+        &self.typed
+    }
+}
+
+impl DerefMut for Line {
+    fn deref_mut(&mut self) -> &mut Typed {
+        &mut self.typed
+    }
 }
 
 /// What a guest's reset does.
@@ -76,7 +105,7 @@ struct Flag {
     /// Its lines in the help; none hides the flag.
     help: &'static [&'static str],
     /// Stores the value; a switch gets an empty one.
-    set: fn(&mut Typed, OsString) -> Result<(), SpecError>,
+    set: fn(&mut Line, OsString) -> Result<(), SpecError>,
 }
 
 const FLAGS: &[Flag] = &[
@@ -120,6 +149,19 @@ const FLAGS: &[Flag] = &[
         ],
         set: |t, v| {
             t.disk.get_or_insert_default().push(Said(Disk::from_text(&utf8("disk", v)?)?));
+            Ok(())
+        },
+    },
+    Flag {
+        name: "net",
+        value: Some("NET"),
+        help: &[
+            "a virtio network device; give it again for more:",
+            "user[,fd=N] is passt, started by tare (N: a socket to one),",
+            "tap,tap=NAME or tap,fd=N a tap; then [,mac=ADDRESS][,mtu=N]",
+        ],
+        set: |t, v| {
+            t.net.get_or_insert_default().push(Said(Net::from_text(&utf8("net", v)?)?));
             Ok(())
         },
     },
@@ -234,8 +276,8 @@ pub enum Asked<T> {
 ///
 /// # Errors
 /// [`Failure`] with exit code 2, naming the flag.
-pub fn parse_run(args: &mut Parser) -> Result<Asked<Typed>, Failure> {
-    let mut typed = Typed::default();
+pub fn parse_run(args: &mut Parser) -> Result<Asked<Line>, Failure> {
+    let mut typed = Line::default();
     while let Some(arg) = args.next().map_err(lexed)? {
         let name = match arg {
             Arg::Long("help") | Arg::Short('h') => return Ok(Asked::Help),
@@ -307,11 +349,11 @@ pub fn help() -> String {
 mod tests {
     use super::*;
 
-    fn parse(args: &[&str]) -> Result<Asked<Typed>, Failure> {
+    fn parse(args: &[&str]) -> Result<Asked<Line>, Failure> {
         parse_run(&mut Parser::from_args(args))
     }
 
-    fn typed(args: &[&str]) -> Typed {
+    fn typed(args: &[&str]) -> Line {
         match parse(args).unwrap() {
             Asked::Do(typed) => typed,
             Asked::Help => panic!("help"),
@@ -323,6 +365,7 @@ mod tests {
         for key in FLAGS.iter().map(|f| f.name).filter(|name| !["no-rng", "config"].contains(name)) {
             let value = match key {
                 "disk" => "[\"a\"]",
+                "net" => "[\"user\"]",
                 "cpus" => "1",
                 "memory" => "\"1G\"",
                 "console" => "\"none\"",
@@ -348,6 +391,9 @@ mod tests {
             "--disk",
             "a.raw",
             "--disk=path=b,,c,readonly=on",
+            "--net",
+            "user",
+            "--net=kind=tap,tap=t0,mtu=9000",
             "--cpus",
             "4,threads=2",
             "--memory",
@@ -388,10 +434,16 @@ mod tests {
             [[disk]]
             path = "b,c"
             readonly = true
+            [[net]]
+            kind = "user"
+            [[net]]
+            kind = "tap"
+            tap = "t0"
+            mtu = 9000
             "#,
         )
         .unwrap();
-        assert_eq!(flags, file);
+        assert_eq!(flags, Line::from(file));
     }
 
     #[test]

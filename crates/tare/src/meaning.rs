@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use spec::{Said, Vm};
 
 use crate::exit::{Failure, reason};
-use crate::flags::{OnReset, Typed};
+use crate::flags::{Line, OnReset, Typed};
 
 /// What `tare run` is to do.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,8 +28,9 @@ impl Meant {
     ///
     /// # Errors
     /// [`Failure`] with exit code 2.
-    pub fn new(flags: Typed) -> Result<Self, Failure> {
-        let file = match &flags.config {
+    pub fn new(line: impl Into<Line>) -> Result<Self, Failure> {
+        let Line { typed: flags, config } = line.into();
+        let file = match &config {
             Some(path) => read_config(path)?,
             None => Typed::default(),
         };
@@ -44,6 +45,7 @@ impl Meant {
             cpus: flags.cpus.or(file.cpus).map_or(default.cpus, |Said(cpus)| cpus),
             memory: flags.memory.or(file.memory).map_or(default.memory, |Said(memory)| memory),
             disks: flags.disk.or(file.disk).unwrap_or_default().into_iter().map(|Said(disk)| disk).collect(),
+            nets: flags.net.or(file.net).unwrap_or_default().into_iter().map(|Said(net)| net).collect(),
             console: flags.console.or(file.console).unwrap_or(default.console),
             rng: flags.rng.or(file.rng).unwrap_or(default.rng),
             ledger: flags.ledger.or(file.ledger),
@@ -100,9 +102,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vm.toml");
         fs::write(&path, text).unwrap();
-        let mut typed = Typed { config: Some(path), ..Typed::default() };
+        let mut typed = Typed::default();
         change(&mut typed);
-        let meant = Meant::new(typed);
+        let meant = Meant::new(Line { typed, config: Some(path) });
         (dir, meant)
     }
 

@@ -6,7 +6,9 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::io::Write;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 
 use base::{Gpa, Seg};
 use block::{Disk, MemImage};
@@ -14,6 +16,7 @@ use mem::GuestRam;
 use pci::PciDevice;
 use virtio::blk::Blk;
 use virtio::device::VirtioDevice;
+use virtio::net::{Net, feature};
 use virtio::{Chain, Console, Queue, QueueConfig, Rng, features};
 
 use crate::driver::GuestQueue;
@@ -82,6 +85,7 @@ pub fn virtqueue_ops(data: &[u8]) {
     let Ok(ram) = GuestRam::anonymous(&regions) else { panic!("memory for a test guest") };
     match what & 7 {
         0..=2 => queue_ops(&mut input, &ram, agreed, size),
+        3 if what & 0x40 != 0 => net_ops(&mut input, &ram, agreed, size),
         3 => device_ops(&mut input, &ram, agreed, size, Box::new(Rng::new())),
         kind @ (4 | 5) => console_ops(&mut input, &ram, agreed, size, kind == 5),
         kind => {
@@ -200,6 +204,24 @@ fn check_chain(chain: &Chain, ram: &GuestRam) {
 fn device_ops(input: &mut Input<'_>, ram: &GuestRam, agreed: u64, size: u16, device: Box<dyn VirtioDevice>) {
     let mut guest = Guest::new(device, ram);
     device_turns(input, ram, agreed, size, &mut guest, |_, _| ());
+}
+
+/// A network device on one end of a socket; what comes from outside is bytes on the other.
+fn net_ops(input: &mut Input<'_>, ram: &GuestRam, agreed: u64, size: u16) {
+    let Ok((mut peer, wire)) = UnixStream::pair() else { panic!("a socket pair") };
+    let spec = spec::Net { fd: u32::try_from(wire.as_raw_fd()).ok(), ..spec::Net::default() };
+    let Ok(device) = Net::open(&spec, 0) else { panic!("a device on a socket") };
+    let merged = if input.u8() & 1 == 0 { feature::MRG_RXBUF } else { 0 };
+    let mut guest = Guest::new(Box::new(device), ram);
+    device_turns(input, ram, agreed | merged | feature::CTRL_VQ, size, &mut guest, |input, _| {
+        let (len, lie) = (usize::from(input.u16() & 0x7ff), input.u8());
+        let mut bytes = vec![lie; len];
+        if lie != 0 {
+            bytes.splice(..0, (len as u32).to_be_bytes());
+        }
+        // The device may be slow, or gone after a lie.
+        let _ = peer.set_nonblocking(true).and_then(|()| peer.write(&bytes));
+    });
 }
 
 fn device_turns(

@@ -17,7 +17,7 @@ use crate::queue::Queue;
 
 /// A virtio device without its transport.
 pub trait VirtioDevice: Send {
-    /// Virtio device id (virtio 1.2, 5): 2 block, 3 console, 4 entropy.
+    /// Virtio device id (virtio 1.2, 5): 1 network, 2 block, 3 console, 4 entropy.
     fn kind(&self) -> u16;
 
     /// Device features offered. `VERSION_1`, `EVENT_IDX` and `INDIRECT_DESC` are the transport's to offer.

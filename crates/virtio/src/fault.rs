@@ -57,6 +57,8 @@ pub enum GuestFault {
     BlkReadOnly,
     /// A discard or write-zeroes segment with flags that are not defined for it (5.2.6.2).
     BlkFlags,
+    /// A packet to send, or a command, without a whole header, or a command without room for its answer (5.1.6).
+    NetLayout,
 }
 
 /// What the guest gets for a fault.
@@ -96,7 +98,8 @@ impl GuestFault {
             | Self::IndirectWithNext
             | Self::IndirectTable
             | Self::RingAddress
-            | Self::BlkLayout => Answer::NeedsReset,
+            | Self::BlkLayout
+            | Self::NetLayout => Answer::NeedsReset,
             Self::Features | Self::StatusOrder | Self::QueueSize | Self::LateSetting => Answer::Ignore,
             Self::NoRoom => Answer::GiveBack,
             Self::BlkRange | Self::BlkReadOnly => Answer::Status(BLK_IOERR),
@@ -132,6 +135,7 @@ impl GuestFault {
             Self::BlkRange => "block request is not whole blocks or runs past the disk",
             Self::BlkReadOnly => "write to a read-only disk",
             Self::BlkFlags => "discard or write-zeroes with undefined flags",
+            Self::NetLayout => "packet or command without a whole header",
         }
     }
 }

@@ -3,12 +3,13 @@
 //!
 //! A guest is hostile: whatever it writes into rings, registers or requests ends in a [`GuestFault`] with one exact answer,
 //! never in a panic, an endless loop or an access outside its own memory. `machine` builds devices and places them on the
-//! bus; devices run on their own threads (disks) or on the thread of the vCPU that kicked them (console, entropy).
+//! bus; devices run on their own threads (disks, NICs) or on the thread of the vCPU that kicked them (console, entropy).
 
 pub mod blk;
 pub mod console;
 pub mod device;
 pub mod fault;
+pub mod net;
 pub mod queue;
 pub mod rng;
 pub mod stats;
@@ -17,6 +18,7 @@ pub mod transport;
 pub use console::{Console, ConsolePort};
 pub use device::{Activation, ActiveQueue, DeviceStatus, Interrupt, QueueIrq, VirtioDevice};
 pub use fault::{Answer, GuestFault};
+pub use net::Net;
 pub use queue::{Chain, Queue, QueueConfig};
 pub use rng::Rng;
 pub use transport::pci::VirtioPci;

@@ -59,27 +59,38 @@ impl Chain {
 
     /// Copies readable bytes from byte `offset` on into `out`; gives the number copied, less at the end of the chain.
     pub fn read_at(&self, offset: u32, out: &mut [u8]) -> usize {
-        let mut done = 0;
-        for_each_run(self.readable(), offset, out.len(), |run| {
-            // SAFETY: the run lies in a segment of this chain, which `self.ram` keeps mapped, and is no longer than what is
-            // left of `out`. Guest memory and `out` never overlap. The guest may race; the bytes are plain.
-            unsafe { std::ptr::copy_nonoverlapping(run.ptr, out.as_mut_ptr().add(done), run.len) };
-            done += run.len;
-        });
-        done
+        copy_out(self.readable(), offset, out)
     }
 
     /// Copies `data` into the writable bytes from byte `offset` on; gives the number copied, less at the end of the chain.
     pub fn write_at(&self, offset: u32, data: &[u8]) -> usize {
-        let mut done = 0;
-        for_each_run(self.writable(), offset, data.len(), |run| {
-            // SAFETY: as in `read_at`, with the roles of source and destination swapped; the segment came from RAM, which
-            // is mapped writable.
-            unsafe { std::ptr::copy_nonoverlapping(data.as_ptr().add(done), run.ptr, run.len) };
-            done += run.len;
-        });
-        done
+        copy_in(self.writable(), offset, data)
     }
+}
+
+/// Copies bytes of `segs` from byte `offset` on into `out`; gives the number copied, less at the end. The segments come
+/// from a popped chain whose memory is still mapped.
+pub(crate) fn copy_out(segs: &[Seg], offset: u32, out: &mut [u8]) -> usize {
+    let mut done = 0;
+    for_each_run(segs, offset, out.len(), |run| {
+        // SAFETY: the run lies in a segment of guest memory, which its chain or queue keeps mapped, and is no longer than
+        // what is left of `out`. Guest memory and `out` never overlap. The guest may race; the bytes are plain.
+        unsafe { std::ptr::copy_nonoverlapping(run.ptr, out.as_mut_ptr().add(done), run.len) };
+        done += run.len;
+    });
+    done
+}
+
+/// Copies `data` into the bytes of `segs` from byte `offset` on; otherwise as [`copy_out`].
+pub(crate) fn copy_in(segs: &[Seg], offset: u32, data: &[u8]) -> usize {
+    let mut done = 0;
+    for_each_run(segs, offset, data.len(), |run| {
+        // SAFETY: as in `copy_out`, with the roles of source and destination swapped; the segment came from RAM, which is
+        // mapped writable.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr().add(done), run.ptr, run.len) };
+        done += run.len;
+    });
+    done
 }
 
 /// Calls `each` with the runs that make up bytes `offset..offset + len` of `segs`, clipped to what is there.

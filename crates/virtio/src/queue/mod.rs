@@ -9,6 +9,7 @@ mod config;
 mod split;
 
 pub use chain::{Chain, window};
+pub(crate) use chain::{copy_in, copy_out};
 pub use config::QueueConfig;
 pub use split::Queue;
 

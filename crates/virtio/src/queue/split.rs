@@ -288,10 +288,28 @@ impl Queue {
     /// out is ignored.
     #[inline]
     pub fn push_used(&mut self, head: u16, written: u32) {
+        if self.put_used(head, written) {
+            self.show_used();
+        }
+    }
+
+    /// Gives several chains back, each with the bytes written to it, so that the driver sees all of them or none: one packet
+    /// in merged buffers.
+    #[inline]
+    pub fn push_used_together(&mut self, chains: impl Iterator<Item = (u16, u32)>) {
+        for (head, written) in chains {
+            self.put_used(head, written);
+        }
+        self.show_used();
+    }
+
+    /// Writes the next used element without showing it; `false` for a head that is not out.
+    #[inline]
+    fn put_used(&mut self, head: u16, written: u32) -> bool {
         let (word, bit) = (usize::from(head / 64), 1u64 << (head % 64));
         match self.busy.get_mut(word) {
             Some(w) if *w & bit != 0 => *w &= !bit,
-            _ => return,
+            _ => return false,
         }
         self.in_flight -= 1;
         let slot = usize::from(self.next_used & self.mask);
@@ -302,7 +320,13 @@ impl Queue {
             element.write_volatile(u32::from(head).to_le());
             element.add(1).write_volatile(written.to_le());
         }
-        // Release: what the device wrote for the request, and the element, come before the index.
+        true
+    }
+
+    /// Shows the driver all elements that were put.
+    #[inline]
+    fn show_used(&mut self) {
+        // Release: what the device wrote for the requests, and the elements, come before the index.
         self.used_idx().store(self.next_used.to_le(), Ordering::Release);
     }
 

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+//! One network device: `--net user`, `--net kind=tap,tap=tap0,mac=52:54:00:00:00:01`, `[[net]]` in `vm.toml`.
+//!
+//! Filled by the command line, read by `machine`; its text form, its words and its check stand here together.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::SpecError;
+use crate::check::out_of_range;
+use crate::parse::{FromText, Group, Word};
+
+/// Most network devices.
+pub const MAX_NETS: usize = 8;
+/// Longest name of an interface in bytes.
+const MAX_NAME: usize = 15;
+/// The smallest MTU that IPv4 may have, and the largest that a frame can carry.
+const MTU: std::ops::RangeInclusive<u16> = 68..=65520;
+
+/// One virtio network device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Net {
+    /// What is at the host's end.
+    pub kind: NetKind,
+    /// Name of the tap, for `kind = tap`.
+    pub tap: Option<String>,
+    /// A descriptor that tare inherits instead: a tap, or for `kind = user` a stream socket to passt.
+    pub fd: Option<u32>,
+    /// The guest's address; tare draws one where it is not said.
+    pub mac: Option<Mac>,
+    /// Largest packet without its Ethernet header, shown to the guest.
+    pub mtu: Option<u16>,
+}
+
+/// What is at the host's end of a NIC.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NetKind {
+    /// passt, started by tare: the host's own network without any rights on it.
+    #[default]
+    User,
+    /// A tap interface.
+    Tap,
+}
+
+impl Word for NetKind {
+    const WHAT: &'static str = "a kind of network";
+    const WORDS: &'static [(&'static str, Self)] = &[("user", Self::User), ("tap", Self::Tap)];
+}
+
+/// A MAC address.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Mac(pub [u8; 6]);
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl fmt::Debug for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for Mac {
+    type Err = ();
+
+    /// Six pairs of hexadecimal digits with colons between them, of one station.
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let mut mac = [0; 6];
+        let mut pairs = text.split(':');
+        for byte in &mut mac {
+            let pair = pairs.next().filter(|p| p.len() == 2 && p.bytes().all(|b| b.is_ascii_hexdigit())).ok_or(())?;
+            *byte = u8::from_str_radix(pair, 16).map_err(|_| ())?;
+        }
+        if pairs.next().is_some() || mac[0] & 1 != 0 || mac == [0; 6] { Err(()) } else { Ok(Self(mac)) }
+    }
+}
+
+impl Mac {
+    fn parse(place: &str, text: &str) -> Result<Self, SpecError> {
+        text.parse().map_err(|()| SpecError::NotA {
+            place: place.to_owned(),
+            value: text.to_owned(),
+            want: "a MAC address of one station",
+            hint: "write six pairs of hexadecimal digits, such as 52:54:00:12:34:56".to_owned(),
+        })
+    }
+}
+
+impl Serialize for Mac {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Mac {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        Self::parse("mac", &text).map_err(serde::de::Error::custom)
+    }
+}
+
+/// Reads a whole number.
+fn number<T: FromStr>(place: &str, text: &str) -> Result<T, SpecError> {
+    text.parse().map_err(|_| SpecError::NotA {
+        place: place.to_owned(),
+        value: text.to_owned(),
+        want: "a number that fits",
+        hint: "write a whole number".to_owned(),
+    })
+}
+
+impl FromText for Net {
+    /// `user`, `tap,tap=tap0` or `kind=tap,fd=5,mac=52:54:00:12:34:56,mtu=9000`.
+    fn from_text(text: &str) -> Result<Self, SpecError> {
+        let group = Group::parse("net", text, "kind", &["kind", "tap", "fd", "mac", "mtu"])?;
+        Ok(Self {
+            kind: group.read("kind", NetKind::from_word)?.unwrap_or_default(),
+            tap: group.read("tap", |_, v| Ok(v.to_owned()))?,
+            fd: group.read("fd", number)?,
+            mac: group.read("mac", Mac::parse)?,
+            mtu: group.read("mtu", number)?,
+        })
+    }
+}
+
+impl Net {
+    fn check(&self) -> Result<(), SpecError> {
+        match (self.kind, &self.tap, self.fd) {
+            (NetKind::User, Some(_), _) => {
+                return Err(out_of_range(
+                    "net.tap",
+                    "a tap is named, but kind is user",
+                    "say kind=tap, or take it out",
+                ));
+            }
+            (NetKind::Tap, None, None) => {
+                return Err(out_of_range("net.tap", "no tap is named", "add tap=NAME, or fd=N for one that is open"));
+            }
+            (NetKind::Tap, Some(_), Some(_)) => {
+                return Err(out_of_range("net.fd", "both a tap and a descriptor are named", "keep one of them"));
+            }
+            _ => {}
+        }
+        if let Some(name) = &self.tap {
+            let odd = |b: u8| b == b'/' || b == b'%' || b == b':' || !b.is_ascii_graphic();
+            if name.is_empty() || name.len() > MAX_NAME || name.bytes().any(odd) {
+                let what = format!("`{}` can't be an interface's name", name.escape_default());
+                return Err(out_of_range("net.tap", what, format!("use at most {MAX_NAME} plain characters")));
+            }
+        }
+        match self.mtu {
+            Some(mtu) if !MTU.contains(&mtu) => {
+                let hint = format!("ask for {} to {}", MTU.start(), MTU.end());
+                Err(out_of_range("net.mtu", format!("an MTU of {mtu} can't be had"), hint))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Checks all network devices of a machine.
+pub(crate) fn check(nets: &[Net]) -> Result<(), SpecError> {
+    if nets.len() > MAX_NETS {
+        let what = format!("{} network devices are too many", nets.len());
+        return Err(out_of_range("net", what, format!("use at most {MAX_NETS}")));
+    }
+    for (index, net) in nets.iter().enumerate() {
+        net.check()?;
+        let before = nets.get(..index).unwrap_or_default();
+        let twice = |same: &dyn Fn(&Net) -> bool| before.iter().any(same);
+        let what = match net {
+            Net { tap: Some(tap), .. } if twice(&|n| n.tap.as_ref() == Some(tap)) => {
+                format!("tap {tap} is given twice")
+            }
+            Net { fd: Some(fd), .. } if twice(&|n| n.fd == Some(*fd)) => format!("descriptor {fd} is given twice"),
+            Net { mac: Some(mac), .. } if twice(&|n| n.mac == Some(*mac)) => format!("address {mac} is given twice"),
+            _ => continue,
+        };
+        return Err(out_of_range("net", what, "give each network device its own"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn says(text: &str) -> String {
+        match Net::from_text(text) {
+            Ok(net) => check(&[net]).unwrap_err().to_string(),
+            Err(e) => e.to_string(),
+        }
+    }
+
+    #[test]
+    fn groups() {
+        assert_eq!(Net::from_text("user").unwrap(), Net::default());
+        let tap = Net { kind: NetKind::Tap, tap: Some("tap0".into()), ..Net::default() };
+        assert_eq!(Net::from_text("tap,tap=tap0").unwrap(), tap);
+        let mac = Some(Mac([0x52, 0x54, 0, 0x12, 0x34, 0xab]));
+        let full = Net { fd: Some(5), mac, mtu: Some(9000), tap: None, ..tap };
+        assert_eq!(Net::from_text("fd=5,kind=tap,mac=52:54:00:12:34:AB,mtu=9000").unwrap(), full);
+        assert_eq!(check(&[full, Net::default(), Net::default()]), Ok(()));
+    }
+
+    #[test]
+    fn the_table_and_the_text_read_alike() {
+        let net = Net::from_text("tap,fd=3,mac=52:54:00:12:34:56,mtu=1400").unwrap();
+        let table = serde_json::to_value(&net).unwrap();
+        assert_eq!(table["mac"], "52:54:00:12:34:56");
+        assert_eq!(serde_json::from_value::<Net>(table).unwrap(), net);
+        for (word, kind) in NetKind::WORDS {
+            assert_eq!(serde_json::to_string(kind).unwrap(), format!("\"{word}\""));
+        }
+    }
+
+    #[test]
+    fn says_what_where_and_what_to_do() {
+        assert_eq!(says("bridge"), "`bridge` is not a kind of network: net.kind; use user or tap");
+        assert_eq!(says("tap"), "no tap is named: net.tap; add tap=NAME, or fd=N for one that is open");
+        assert_eq!(says("user,tap=t"), "a tap is named, but kind is user: net.tap; say kind=tap, or take it out");
+        assert_eq!(says("tap,tap=t,fd=3"), "both a tap and a descriptor are named: net.fd; keep one of them");
+        assert_eq!(
+            says("tap,tap=../x"),
+            "`../x` can't be an interface's name: net.tap; use at most 15 plain characters"
+        );
+        assert!(says("tap,tap=tap%d").contains("net.tap"));
+        assert!(says("tap,tap=sixteen-letters-").contains("net.tap"));
+        assert_eq!(says("user,mtu=67"), "an MTU of 67 can't be had: net.mtu; ask for 68 to 65520");
+        assert!(says("user,mtu=70000").contains("net.mtu; write a whole number"));
+        assert!(says("user,fd=-1").contains("net.fd"));
+        for mac in
+            ["", "52:54:00:12:34", "52:54:00:12:34:56:78", "53:54:00:12:34:56", "00:00:00:00:00:00", "5254:0:1:2:3:4"]
+        {
+            assert!(says(&format!("user,mac={mac}")).contains("is not a MAC address of one station: net.mac"), "{mac}");
+        }
+        assert_eq!(says("user,speed=1"), "unknown key `speed`: net; the keys are kind, tap, fd, mac, mtu");
+    }
+
+    #[test]
+    fn two_nics_share_nothing() {
+        let all = |texts: &[&str]| {
+            let nets: Vec<_> = texts.iter().map(|t| Net::from_text(t).unwrap()).collect();
+            check(&nets).map_err(|e| e.to_string())
+        };
+        assert_eq!(all(&["tap,tap=a", "tap,tap=b", "user", "user"]), Ok(()));
+        assert!(all(&["tap,tap=a", "tap,tap=a"]).unwrap_err().contains("tap a is given twice"));
+        assert!(all(&["user,fd=3", "tap,fd=3"]).unwrap_err().contains("descriptor 3 is given twice"));
+        let mac = "user,mac=52:54:00:12:34:56";
+        assert!(all(&[mac, mac]).unwrap_err().contains("address 52:54:00:12:34:56 is given twice"));
+        assert!(all(&["user"; 9]).unwrap_err().contains("9 network devices are too many"));
+    }
+}
