@@ -20,7 +20,7 @@ use crate::storage::Storage;
 use crate::storage::file::FileStorage;
 
 use super::image::{How, Image, read_header};
-use super::side;
+use super::{mend, side};
 
 /// Most images in a chain.
 const DEEPEST: usize = 200;
@@ -100,11 +100,10 @@ pub fn open(options: &Options) -> Result<(Chain, Vec<String>), Error> {
 /// What is wrong with the image.
 pub fn open_alone(mut storage: Storage, data: Option<Storage>, options: &Options) -> Result<Chain, Error> {
     let path = &options.path;
-    let (header, len) = read_header(&mut storage).map_err(io_error(path, "read it"))?.map_err(format_error(path))?;
+    let (header, len, _) = ready(&mut storage, path, !options.readonly)?;
     if header.has(incompatible::DATA_FILE) != data.is_some() {
         return Err(Error::Unsupported(path.clone(), "an image in memory has its data file beside it, or none".into()));
     }
-    serveable(path, &header)?;
     let limits = Limits { block_size: 512, discard_granularity: 512 };
     let mut builder = Builder::new(options);
     let cipher = builder.keys.unlock(path, &header, &mut storage, !options.readonly)?;
@@ -188,6 +187,21 @@ impl Keys<'_> {
     }
 }
 
+/// The header of the image on `storage`, which can be served, the file's length, and what was mended for that.
+fn ready(storage: &mut Storage, path: &Path, writable: bool) -> Result<(Header, u64, Option<String>), Error> {
+    let read = |storage: &mut Storage| -> Result<(Header, u64), Error> {
+        read_header(storage).map_err(io_error(path, "read it"))?.map_err(format_error(path))
+    };
+    let (header, len) = read(storage)?;
+    serveable(path, &header)?;
+    let mended = if writable { mend::recount(storage, path, &header)? } else { None };
+    if mended.is_none() {
+        return Ok((header, len, None));
+    }
+    let (header, len) = read(storage)?;
+    Ok((header, len, mended))
+}
+
 fn serveable(path: &Path, header: &Header) -> Result<(), Error> {
     if header.size == 0 {
         return Err(Error::Empty(path.to_owned(), 0));
@@ -224,9 +238,8 @@ impl<'a> Builder<'a> {
             self.push(Place { layer: Layer::Raw(size), file, data: file }, vec![storage], limits);
             return Ok(None);
         }
-        let read = read_header(&mut storage).map_err(io_error(path, "read it"))?;
-        let (header, len) = read.map_err(format_error(path))?;
-        serveable(path, &header)?;
+        let (header, len, mended) = ready(&mut storage, path, writable)?;
+        self.warnings.extend(mended);
         let cipher = self.keys.unlock(path, &header, &mut storage, writable)?;
         let image = image(storage.share(), path, &header, len, how(self.options, writable, unit, cipher))?;
         let mut files = vec![storage];
@@ -265,9 +278,12 @@ impl<'a> Builder<'a> {
                 return Err(Error::Unsupported(path.to_owned(), what));
             }
             None => {
-                let what =
-                    "it does not say its backing file's format; say it with `qemu-img rebase -u -F FORMAT -b FILE`";
-                return Err(Error::Unsupported(path.to_owned(), what.into()));
+                let what = format!(
+                    "it does not say its backing file's format; say it with `tare img rebase -u -F raw|qcow2 -b {} {}`",
+                    name.display(),
+                    path.display()
+                );
+                return Err(Error::Unsupported(path.to_owned(), what));
             }
         };
         Ok(Some((self.named(path, name)?, format)))

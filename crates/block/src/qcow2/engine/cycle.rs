@@ -271,6 +271,7 @@ impl Handle {
             }
         }
         meta.cycles.running = false;
+        meta.mark_broken(top);
         if ok {
             meta.made_room();
         } else {

@@ -16,7 +16,7 @@ use crate::storage::Storage;
 use super::cache::Cache;
 use super::meta::Meta;
 use super::refs::Refs;
-use super::side;
+use super::{mend, side};
 
 /// Bytes of a slice of an L2 table, if clusters are not smaller.
 const SLICE: u64 = 4096;
@@ -341,15 +341,16 @@ fn writable_refs(
     l1: &[u64],
 ) -> io::Result<Result<Refs, FormatError>> {
     let cluster = header.cluster_size();
-    // Every cluster is there in whole from now on, so that nothing is ever read past the end.
-    let whole = file_len.next_multiple_of(cluster);
-    if whole != file_len {
-        storage.set_len(whole)?;
-    }
     let Table { offset, count } = header.refcount_table;
     let len = (u64::from(count) << header.cluster_bits) as usize;
     let bytes = side::read(storage, offset, len, file_len)?;
     let table: Vec<u64> = bytes.chunks_exact(8).map(|b| be64(b, 0)).collect();
+    // Every cluster is there in whole from now on, so that nothing is ever read past the end; what a crash left behind the
+    // last one is cut off.
+    let whole = mend::end_of_use(storage, header, &table, file_len)?.next_multiple_of(cluster);
+    if whole != file_len {
+        storage.set_len(whole)?;
+    }
     let mut refs = Refs::new(header.width, header.cluster_bits, offset, table, whole, storage.grows());
     let mut tables = vec![
         (0, 1),

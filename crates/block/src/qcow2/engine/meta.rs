@@ -8,12 +8,12 @@ use std::sync::atomic::Ordering;
 
 use crate::qcow2::format::be64;
 use crate::qcow2::format::entry::{Mapping, OFFSET_MASK};
-use crate::qcow2::format::header::{Header, Table};
+use crate::qcow2::format::header::{Header, Table, incompatible};
 use crate::storage::Storage;
 
 use super::image::{Image, l1_raw};
 use super::inbox::Waiter;
-use super::refs::{Refs, Run};
+use super::refs::{Refs, Run, damaged};
 use super::side;
 
 /// So many freed clusters start a cycle by themselves.
@@ -258,7 +258,7 @@ impl Meta {
     /// # Errors
     /// `ENOSPC`, or what reading the old table said.
     pub fn own_table(&mut self, image: &Image, index: usize) -> io::Result<()> {
-        let entry = image.layout.l1_entry(image.l1.get(index)).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
+        let entry = image.layout.l1_entry(image.l1.get(index)).map_err(|_| damaged())?;
         if entry.is_some_and(|t| t.copied) {
             return Ok(());
         }
@@ -324,9 +324,30 @@ impl Meta {
         }
     }
 
-    /// The image contradicts itself: nothing is written any more.
-    pub fn broke(&self, image: &Image) {
-        image.broken.store(true, Ordering::Release);
+    /// The image contradicts itself: no guest data is written any more, and the header says so (version 3), so that nobody
+    /// else writes to it before it is repaired. Waits for that, once in an image's life.
+    pub fn broke(&mut self, image: &Image) {
+        if !image.broken.swap(true, Ordering::AcqRel) {
+            self.mark_broken(image);
+        }
+    }
+
+    /// Puts the mark of a damaged image on disk; again after writes of the header that began before.
+    pub fn mark_broken(&mut self, image: &Image) {
+        if !image.writable || self.header.version < 3 || !image.broken.load(Ordering::Acquire) {
+            return;
+        }
+        self.header.features.incompatible |= incompatible::CORRUPT;
+        let (at, bytes) = self.header.patch_features();
+        // Where the mark can't be written, the writes that are refused from now on still do no harm.
+        let _ = self.save_head(at, &bytes);
+    }
+
+    /// As [`Meta::broke`], if that is what the error says: a kind that no host has.
+    pub fn broke_by(&mut self, image: &Image, error: &io::Error) {
+        if error.kind() == io::ErrorKind::InvalidData {
+            self.broke(image);
+        }
     }
 
     /// The L1 table around entry `index` as it is on disk: offset in the file and bytes, in units of `unit`.

@@ -8,6 +8,7 @@ mod cycle;
 pub mod handle;
 mod image;
 mod inbox;
+mod mend;
 mod meta;
 mod read;
 mod refs;

@@ -80,8 +80,9 @@ fn no_space() -> io::Error {
     io::Error::from_raw_os_error(libc::ENOSPC)
 }
 
-fn damaged() -> io::Error {
-    io::Error::from_raw_os_error(libc::EIO)
+/// The image contradicts itself; becomes `EIO` for the guest.
+pub fn damaged() -> io::Error {
+    io::Error::from(io::ErrorKind::InvalidData)
 }
 
 impl Refs {

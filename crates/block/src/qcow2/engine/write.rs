@@ -152,6 +152,7 @@ impl Handle {
             let host = match top.look(cluster) {
                 Look::Is(mapping) => in_place(top, &mapping, task.cursor, end),
                 Look::Bad => {
+                    top.lock().broke(top);
                     task.errno = libc::EIO;
                     return;
                 }
@@ -196,6 +197,7 @@ impl Handle {
             return;
         }
         if let Err(e) = meta.own_table(top, top.table_of(cluster)) {
+            meta.broke_by(top, &e);
             task.errno = e.raw_os_error().unwrap_or(libc::EIO);
             return;
         }
@@ -217,6 +219,7 @@ impl Handle {
         let (host, count, kept, fresh) = match self.place_for(&mut meta, top, task, &old) {
             Ok(place) => place,
             Err(e) => {
+                meta.broke_by(top, &e);
                 task.errno = e.raw_os_error().unwrap_or(libc::EIO);
                 return;
             }

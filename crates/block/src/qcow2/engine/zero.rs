@@ -103,6 +103,7 @@ impl Handle {
             return;
         }
         if let Err(e) = meta.own_table(top, table) {
+            meta.broke_by(top, &e);
             task.errno = e.raw_os_error().unwrap_or(libc::EIO);
             return;
         }
