@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use block::qcow2::offline::{CreateOptions, create};
-use block::{Change, Disk, Event, MemImage, RecordImage};
+use block::{Change, Disk, Event, Fault, FaultPlan, MemImage, Op, RecordImage};
 use spec::DiskThreads;
 use testkit::conformance::eventually;
 use virtio::blk::Blk;
@@ -254,6 +254,34 @@ fn wrong_requests_get_their_status_on_every_queue() {
         }
         assert!(image.to_vec() == before);
         assert_eq!(rig.status.get(), 0);
+    }
+}
+
+#[test]
+fn a_hanging_request_holds_up_no_queue_and_a_reset_waits_for_it() {
+    for threads in BOTH {
+        let (plan, image) = (FaultPlan::new(), MemImage::new(vec![9; DISK]));
+        let disk = Disk::in_memory(&image, false).with_faults(&plan);
+        let mut rig = Several::new(Blk::new(disk, &with_queues(3, threads)));
+        plan.add(Fault { op: Op::Read, range: 0..512, after: 0, times: 1, errno: None });
+        let hanging = rig.publish(1, IN, 0, &[], 512);
+        rig.kick(1);
+        // The fault hits the first to read there: let that be the one that is to hang.
+        assert_eq!(rig.ask(1, OUT, 8, &[1; 512], 0).0, OK);
+        for i in 0..30 {
+            assert_eq!(rig.ask(i % 3, OUT, 16 + i as u64, &[i as u8; 512], 0).0, OK);
+            assert_eq!(rig.ask(i % 3, FLUSH, 0, &[], 0).0, OK);
+        }
+        assert!(!rig.answered(1, hanging));
+        rig.device.reset();
+        assert!(rig.answered(1, hanging), "the memory may be the guest's for something else now");
+        assert_eq!(rig.wait(1, hanging), (OK, vec![9; 512]));
+        // An error is one request's on one queue.
+        rig.restart();
+        plan.add(Fault { times: 1, ..Fault::every(Op::Write, 28) });
+        assert_eq!(rig.ask(2, OUT, 0, &[3; 512], 0).0, IOERR);
+        assert_eq!(rig.ask(0, OUT, 0, &[4; 512], 0).0, OK);
+        assert_eq!(rig.ask(2, IN, 0, &[], 512), (OK, vec![4; 512]));
     }
 }
 
