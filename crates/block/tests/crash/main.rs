@@ -370,8 +370,8 @@ cases! {
     a_full_medium, 310: Start { trouble: Trouble::Full, ..EMPTY };
     a_full_medium_over_a_chain, 240: Start { trouble: Trouble::Full, backing: Backing::Chain, ..FOUR };
     a_full_medium_with_snapshots, 240: Start { trouble: Trouble::Full, snapshots: Snapshots::Editor, handles: 2, ..PARTS };
-    a_failing_medium, 310: Start { trouble: Trouble::Errors, ..EMPTY };
-    a_failing_medium_with_snapshots, 240: Start { trouble: Trouble::Errors, snapshots: Snapshots::Editor, ..FOUR };
+    a_failing_medium, 310: Start { trouble: Trouble::Errors, busy: true, ..EMPTY };
+    a_failing_medium_with_snapshots, 240: Start { trouble: Trouble::Errors, busy: true, snapshots: Snapshots::Editor, ..FOUR };
 }
 
 /// The tests above can fail: on hosts that do not keep their word about syncs the same cuts leave damage or lose data.
