@@ -141,6 +141,8 @@ pub struct Qcow2Options {
     /// Open the encrypted images of the chain: the first key the first of them from the top down, and so on. The last one
     /// opens the rest.
     pub keys: Vec<Secret>,
+    /// Shows this internal snapshot (an id or a name) in place of the present content; for reading only.
+    pub snapshot: Option<String>,
 }
 
 /// How to open an image.

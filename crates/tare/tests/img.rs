@@ -268,6 +268,30 @@ fn an_interrupted_copy_leaves_nothing() {
 }
 
 #[test]
+fn what_takes_long_leaves_nothing_when_it_is_interrupted() {
+    let Some(p) = Place::new() else { return };
+    let noise: Vec<u8> = (0..64u32 << 20).map(|i| (i.wrapping_mul(2_654_435_761) >> 23) as u8).collect();
+    fs::write(p.path("big.raw"), noise).unwrap();
+    for args in [
+        &["convert", "-c", "-m", "2", "-f", "raw", "-O", "qcow2", "big.raw", "new"][..],
+        &["create", "-q", "-f", "qcow2", "-o", "preallocation=full", "new", "2G"],
+        &["create", "-q", "-f", "raw", "-o", "preallocation=full", "new", "2G"],
+    ] {
+        let mut child = Command::new(TARE).arg("img").args(args).current_dir(p.0.path()).spawn().unwrap();
+        let others = || fs::read_dir(p.0.path()).unwrap().map(|e| e.unwrap()).filter(|e| e.file_name() != "big.raw");
+        while child.try_wait().unwrap().is_none() && !others().any(|e| e.metadata().is_ok_and(|m| m.len() > 1 << 20)) {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        // It may have been quicker than this test; then its work is whole.
+        let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success();
+        let code = child.wait().unwrap().code();
+        assert!(sent && code == Some(130) || code == Some(0), "{args:?} ended with {code:?}");
+        assert_eq!(others().count(), usize::from(code == Some(0)), "{args:?}");
+        let _ = fs::remove_file(p.path("new"));
+    }
+}
+
+#[test]
 fn snapshots_and_bitmaps_are_qemus() {
     let Some(p) = Place::new() else { return };
     p.do_all(&["create -q -f qcow2 a.qcow2 64M"]);
@@ -377,6 +401,128 @@ fn copies_of_every_kind_of_image_are_equal() {
             }
         }
     }
+}
+
+#[test]
+fn compressed_copies_are_equal_and_small() {
+    let Some(p) = Place::new() else { return };
+    chained(&p, "cluster_size=64k");
+    p.do_all(&["convert -f raw -O qcow2 -o cluster_size=4k,compat=0.10 low.raw old.qcow2"]);
+    for (image, format) in [("top.qcow2", "qcow2"), ("low.raw", "raw"), ("old.qcow2", "qcow2")] {
+        for extra in [
+            &[][..],
+            &["-m", "1"],
+            &["-m", "5", "-o", "compression_type=zstd"],
+            &["-o", "cluster_size=512,refcount_bits=1"],
+            &["-o", "cluster_size=2M,compat=0.10"],
+            &["-o", "extended_l2=on,cluster_size=32k,refcount_bits=64", "-t", "writeback"],
+            &["-S", "0"],
+        ] {
+            if image != "top.qcow2" && extra.len() > 1 {
+                continue;
+            }
+            let args = [&["convert", "-c", "-f", format, "-O", "qcow2"], extra, &[image, "copy"]].concat();
+            assert_eq!(p.tare(&args).code, 0, "{args:?}");
+            assert_eq!(p.qemu(&["compare", "-f", format, "-F", "qcow2", image, "copy"]).code, 0, "{args:?}");
+            assert_eq!(p.tare(&["compare", "-f", format, "-F", "qcow2", image, "copy"]).code, 0, "{args:?}");
+            assert_eq!(p.qemu(&["check", "-q", "-f", "qcow2", "copy"]).code, 0, "{args:?}");
+            p.same_json(&["check", "--output=json", "copy"]);
+        }
+    }
+    // About as small as QEMU's own.
+    let size = |name: &str| fs::metadata(p.path(name)).unwrap().len();
+    assert_eq!(p.tare(&["convert", "-c", "-f", "raw", "-O", "qcow2", "low.raw", "ours"]).code, 0);
+    p.do_all(&["convert -c -f raw -O qcow2 low.raw theirs"]);
+    assert!(size("ours") <= size("theirs") + (64 << 10), "{} and {}", size("ours"), size("theirs"));
+    let names = fs::read_dir(p.0.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    assert!(names.filter(|name| name.contains(".part")).count() == 0);
+    assert_eq!(p.tare(&["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", "data_file=d", "low.raw", "x"]).code, 1);
+    assert!(!p.path("x").exists());
+}
+
+#[test]
+fn copies_on_a_backing_file_hold_what_is_above_it() {
+    let Some(p) = Place::new() else { return };
+    chained(&p, "cluster_size=64k");
+    for extra in
+        [&[][..], &["-c"], &["-c", "-o", "cluster_size=4k,compression_type=zstd"], &["-o", "cluster_size=256k"]]
+    {
+        let args = [
+            &["convert", "-f", "qcow2", "-O", "qcow2", "-B", "mid.qcow2", "-F", "qcow2"],
+            extra,
+            &["top.qcow2", "copy.qcow2"],
+        ]
+        .concat();
+        assert_eq!(p.tare(&args).code, 0, "{args:?}");
+        assert_eq!(p.qemu(&["compare", "-f", "qcow2", "-F", "qcow2", "top.qcow2", "copy.qcow2"]).code, 0, "{args:?}");
+        assert_eq!(p.qemu(&["check", "-q", "copy.qcow2"]).code, 0, "{args:?}");
+        let info: Value = serde_json::from_str(&p.qemu(&["info", "--output=json", "copy.qcow2"]).stdout).unwrap();
+        assert_eq!(
+            (&info["backing-filename"], &info["backing-filename-format"]),
+            (&"mid.qcow2".into(), &"qcow2".into())
+        );
+        let small = info["actual-size"].as_u64().unwrap() < 1 << 20 || info["cluster-size"].as_u64() > Some(65_536);
+        assert!(small, "{args:?}: {info}");
+    }
+    // Of a raw file everything is its own, holes too.
+    let args = ["convert", "-f", "raw", "-O", "qcow2", "-B", "mid.qcow2", "-F", "qcow2", "low.raw", "copy.qcow2"];
+    assert_eq!(p.tare(&args).code, 0);
+    assert_eq!(p.qemu(&["compare", "-f", "raw", "-F", "qcow2", "low.raw", "copy.qcow2"]).code, 0);
+    assert_eq!(p.tare(&["convert", "-O", "qcow2", "-B", "none", "-F", "raw", "low.raw", "y"]).code, 1);
+    assert_eq!(p.tare(&["convert", "-O", "qcow2", "-B", "mid.qcow2", "low.raw", "y"]).code, 1);
+    assert!(!p.path("y").exists());
+}
+
+#[test]
+fn snapshots_are_copied_as_they_were() {
+    let Some(p) = Place::new() else { return };
+    chained(&p, "cluster_size=64k");
+    p.do_all(&["convert -f qcow2 -O raw top.qcow2 one.raw", "snapshot -c first top.qcow2"]);
+    p.io("top.qcow2", &["write -P 9 0 5M"]);
+    p.do_all(&[
+        "convert -f qcow2 -O raw top.qcow2 two.raw",
+        "snapshot -c second top.qcow2",
+        // A snapshot keeps the size it was taken at.
+        "resize -q --shrink top.qcow2 2M",
+    ]);
+    for (name, theirs) in [("first", "one.raw"), ("snapshot.id=1", "one.raw"), ("second", "two.raw"), ("2", "two.raw")]
+    {
+        for extra in [&["-O", "raw"][..], &["-O", "qcow2", "-c"]] {
+            let args = [&["convert", "-f", "qcow2", "-l", name], extra, &["top.qcow2", "copy"]].concat();
+            assert_eq!(p.tare(&args).code, 0, "{args:?}");
+            assert_eq!(p.qemu(&["compare", "-f", "raw", "-F", extra[1], theirs, "copy"]).code, 0, "{args:?}");
+        }
+    }
+    assert_eq!(p.tare(&["convert", "-f", "qcow2", "-l", "third", "top.qcow2", "none"]).code, 1);
+    assert_eq!(p.tare(&["convert", "-f", "raw", "-l", "first", "one.raw", "none"]).code, 1);
+    assert!(!p.path("none").exists());
+}
+
+#[test]
+fn several_images_are_committed_into_one_below_them() {
+    let Some(p) = Place::new() else { return };
+    for base in ["low.qcow2", "./low.qcow2"] {
+        p.mixed("low.raw");
+        p.do_all(&[
+            "convert -f raw -O qcow2 low.raw low.qcow2",
+            // Shorter than what is below it: it ends in zeroes for the one above.
+            "create -q -f qcow2 -F qcow2 -b low.qcow2 mid.qcow2 5M",
+            "create -q -f qcow2 -F qcow2 -b mid.qcow2 over.qcow2 12M",
+            "create -q -f qcow2 -F qcow2 -b over.qcow2 top.qcow2",
+        ]);
+        p.io("mid.qcow2", &["write -P 3 1M 200k", "write -z 2M 1M"]);
+        p.io("over.qcow2", &["write -P 4 1100k 10k", "write -P 4 11M 64k"]);
+        p.io("top.qcow2", &["write -P 5 0 4k", "write -z 1M 64k"]);
+        p.do_all(&["convert -f qcow2 -O raw top.qcow2 before.raw"]);
+        let ours = p.tare(&["commit", "-b", base, "top.qcow2"]);
+        assert_eq!(ours, Ended { code: 0, stdout: "Image committed.\n".into() });
+        assert_eq!(p.qemu(&["check", "-q", "low.qcow2"]).code, 0);
+        for image in ["low.qcow2", "top.qcow2"] {
+            assert_eq!(p.qemu(&["compare", "-f", "qcow2", "-F", "raw", image, "before.raw"]).code, 0, "{image}");
+        }
+    }
+    assert_eq!(p.tare(&["commit", "-b", "before.raw", "top.qcow2"]).code, 1);
+    assert_eq!(p.tare(&["commit", "-b", "top.qcow2", "top.qcow2"]).code, 1);
 }
 
 /// A map as JSON, by clusters of 64 KiB: whether anything of each is present, and data. Below that, QEMU alone tells holes

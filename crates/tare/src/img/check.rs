@@ -4,18 +4,20 @@
 use std::path::{Path, PathBuf};
 
 use block::Format;
-use block::qcow2::offline::{Image, Repair, Report};
+use block::qcow2::offline::{self, Image, Repair, Report};
 use serde_json::{Map, Value, json};
 
 use super::args::{Options, Refusal, Word};
 use super::image::How;
+use super::progress::Progress;
 
 pub const HELP: &str = "\
-usage: tare img check [-f FORMAT] [--output=human|json] [-q] [-r leaks|all | --repair] FILE
+usage: tare img check [-f FORMAT] [--output=human|json] [-p] [-q] [-r leaks|all | --repair] FILE
 
 Checks a qcow2 image that nobody has open.
 
   -f FORMAT       qcow2, if the file's first bytes don't tell
+  -p              progress, as percentages where no terminal shows a bar
   -q              no output, only the exit code
   -r leaks|all    repair leaked clusters, or everything that can be; --repair is -r all
   --output=json   as JSON
@@ -33,10 +35,11 @@ const UNCHECKABLE: u8 = 63;
 pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     let mut how = How::default();
     let mut files: Vec<PathBuf> = Vec::new();
-    let (mut json, mut quiet, mut repair) = (false, false, None);
+    let (mut json, mut progress, mut quiet, mut repair) = (false, false, false, None);
     while let Some(word) = options.next()? {
         match word {
             Word::Short('f') => how.take_format(options)?,
+            Word::Short('p') => progress = true,
             Word::Short('q') => quiet = true,
             Word::Short('r') => {
                 repair = Some(options.word("a repair", &[("leaks", Repair::Leaks), ("all", Repair::All)])?);
@@ -56,7 +59,7 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     }
     let mut image = Image::open(&file, repair.is_some()).map_err(Refusal::new)?;
     let report = match repair {
-        None => image.check(),
+        None => watched(&image, progress, quiet),
         Some(what) => image.repair(what),
     }
     .map_err(Refusal::new)?;
@@ -74,6 +77,19 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
         r if r.leaks > 0 => LEAKS,
         _ => 0,
     })
+}
+
+/// Checks, with a bar over the tables' bytes.
+fn watched(image: &Image, progress: bool, quiet: bool) -> Result<Report, offline::Error> {
+    let mut bar = None;
+    let table = image.header().cluster_size();
+    let mut last = 0;
+    let report = image.check_telling(&mut |done, total| {
+        bar.get_or_insert_with(|| Progress::new(total * table, progress, quiet)).add((done - last) * table);
+        last = done;
+    });
+    bar.unwrap_or_else(|| Progress::new(0, progress, quiet)).finish();
+    report
 }
 
 fn as_json(report: &Report, file: &Path) -> Value {

@@ -14,18 +14,21 @@ use block::qcow2::offline::{self, CreateOptions, Image};
 use block::{Disk, Extent, ExtentKind, Format, Op, Secret};
 
 use super::args::{Options, Refusal, Word};
-use super::image::{Gate, How, chain};
+use super::image::{Gate, How, chain, resolved};
 use super::interrupt;
 use super::progress::Progress;
 use super::pump::Pump;
 use crate::exit::{complain, reason};
 
 pub const HELP: &str = "\
-usage: tare img commit [-f FORMAT] [-t CACHE] [-d] [-p] [-q] [--key=FILE] FILE
+usage: tare img commit [-f FORMAT] [-t CACHE] [-b BASE] [-d] [-p] [-q] [--key=FILE] FILE
 
 Writes what a qcow2 image that nobody has open holds into its backing file, then empties
 the image. Interrupted at any point, the image still shows what it did; do it again.
 
+  -b BASE    a file further down the chain: it gets what FILE and all images between
+             them hold, and FILE is not emptied; the images between show something else
+             from then on, and should go
   -t CACHE   writeback, none or unsafe [writeback]
   -d         don't empty the image (it is about to be deleted)
   -p         progress, as percentages where no terminal shows a bar
@@ -52,11 +55,12 @@ struct Piece {
 pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     let mut how = How { gate: Gate::Any, format: Some(Format::Qcow2), ..How::default() };
     let mut files: Vec<PathBuf> = Vec::new();
-    let (mut keep, mut progress, mut quiet) = (false, false, false);
+    let (mut keep, mut progress, mut quiet, mut base) = (false, false, false, None);
     while let Some(word) = options.next()? {
         match word {
             Word::Short('f') => how.take_format(options)?,
             Word::Short('t') => how.take_cache(options)?,
+            Word::Short('b') => base = Some(options.value()?),
             Word::Short('d') => keep = true,
             Word::Long(name) if name == "key" => how.take_key(options)?,
             Word::Short('p') => progress = true,
@@ -72,12 +76,20 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     }
     let lock = Image::open(&file, false).map_err(Refusal::new)?;
     let chain = chain(&file, Format::Qcow2)?;
-    let Some((below, format)) = chain.get(1).cloned() else {
+    if chain.len() < 2 {
         return Err(Refusal::new(format!("the image has no backing file: {place}; there is nothing to commit")));
+    }
+    let depth = match &base {
+        None => 1,
+        Some(base) => depth_of(&file, Path::new(base), &chain)?,
     };
+    // Emptied, it would show what the images between hold, which need not be what it showed.
+    let keep = keep || base.is_some();
+    let Some((below, format)) = chain.get(depth).cloned() else { return Err(options.unknown()) };
     interrupt::install().map_err(|e| Refusal::new(format!("no eventfd to be had, {}: this host", reason(&e))))?;
-    let into = How { format: Some(format), keys: keys_below(&lock, &chain, &how.keys)?, ..how.clone() };
-    let job = Job { top: How { readonly: true, ..how }, file: &file, below: &below, into };
+    let into = How { format: Some(format), keys: keys_below(&lock, &chain, depth, &how.keys)?, ..how.clone() };
+    let top = How { readonly: true, ..how };
+    let job = Job { top, file: &file, below: &below, depth: depth as u32, into };
     let size = lock.header().size;
     let bar = Progress::new(size, progress, quiet);
     if !job.all(size, &bar)? {
@@ -96,18 +108,34 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     Ok(0)
 }
 
-/// Those of the chain's keys that open what lies below the image.
-fn keys_below(top: &Image, chain: &[(PathBuf, Format)], keys: &[Secret]) -> Result<Vec<Secret>, Refusal> {
-    let mut encrypted = 0;
-    for (path, _) in chain.iter().skip(1).filter(|(_, format)| *format == Format::Qcow2) {
+/// Those of the chain's keys that open the image so far down it, and what lies below that.
+fn keys_below(top: &Image, chain: &[(PathBuf, Format)], depth: usize, keys: &[Secret]) -> Result<Vec<Secret>, Refusal> {
+    let (mut above, mut encrypted) = (usize::from(top.header().crypt != Crypt::None), 0);
+    for (at, (path, _)) in chain.iter().enumerate().skip(1).filter(|(_, (_, format))| *format == Format::Qcow2) {
         let image = Image::open(path, false).map_err(Refusal::new)?;
-        encrypted += usize::from(image.header().crypt != Crypt::None);
+        let one = usize::from(image.header().crypt != Crypt::None);
+        *(if at < depth { &mut above } else { &mut encrypted }) += one;
     }
     if encrypted == 0 {
         return Ok(Vec::new());
     }
-    let first = usize::from(top.header().crypt != Crypt::None).min(keys.len().saturating_sub(1));
+    let first = above.min(keys.len().saturating_sub(1));
     Ok(keys.get(first..).unwrap_or_default().to_vec())
+}
+
+/// How far below the top `base` is: named as the image above it names it, or as a path.
+fn depth_of(file: &Path, base: &Path, chain: &[(PathBuf, Format)]) -> Result<usize, Refusal> {
+    let real = |path: &Path| path.canonicalize().ok();
+    let wanted = [resolved(file, base), base.to_owned()];
+    let is = |path: &Path| wanted.iter().any(|w| w == path || (real(w).is_some() && real(w) == real(path)));
+    let found = chain.iter().enumerate().skip(1).find(|(_, (path, _))| is(path)).map(|(depth, _)| depth);
+    found.ok_or_else(|| {
+        Refusal::new(format!(
+            "`{}` is no backing file of the image: -b; `tare img info --backing-chain {}` lists them",
+            base.display(),
+            file.display()
+        ))
+    })
 }
 
 /// A commit under way.
@@ -115,6 +143,8 @@ struct Job<'a> {
     top: How,
     file: &'a Path,
     below: &'a Path,
+    /// How many images down that is.
+    depth: u32,
     into: How,
 }
 
@@ -151,18 +181,19 @@ impl Job<'_> {
         Refusal::new(format!("{what} failed, {}: {}; the image shows what it did", reason(e), path.display()))
     }
 
-    /// What the image itself holds from `at` on, as much as a batch takes; and where the next one begins.
+    /// What the image, and those between, hold from `at` on, as much as a batch takes; and where the next one begins.
     fn plan(&self, top: &mut Disk, at: u64, size: u64) -> Result<(Vec<Piece>, u64), Refusal> {
         let window = (16 << 30).min(size - at);
         let extents = top.extents(at, window).map_err(|e| self.failed(self.file, "reading", &e))?;
-        Ok(batch(&extents, at + window))
+        Ok(batch(&extents, self.depth, at + window))
     }
 }
 
-fn batch(extents: &[Extent], end: u64) -> (Vec<Piece>, u64) {
+fn batch(extents: &[Extent], depth: u32, end: u64) -> (Vec<Piece>, u64) {
     let mut pieces = Vec::new();
-    for extent in extents.iter().filter(|e| e.depth == 0 && e.kind != ExtentKind::Hole) {
-        let zero = extent.kind == ExtentKind::Zero;
+    for extent in extents.iter().filter(|e| e.depth < depth) {
+        // A hole up here is the end of an image between: zeroes, whatever is below.
+        let zero = extent.kind != ExtentKind::Data;
         let (mut from, end) = (extent.offset, extent.offset + extent.len);
         while from < end {
             if pieces.len() == usize::from(BATCH) {
@@ -263,9 +294,12 @@ mod tests {
             extent(70 * CHUNK, CHUNK, ExtentKind::Data, 1),
             extent(71 * CHUNK, CHUNK, ExtentKind::Zero, 0),
         ];
-        let (pieces, next) = batch(&extents, 72 * CHUNK);
+        let (pieces, next) = batch(&extents, 1, 72 * CHUNK);
         assert_eq!((pieces.len(), next), (64, 64 * CHUNK));
-        let (pieces, next) = batch(&extents[1..], 72 * CHUNK);
-        assert_eq!((pieces, next), (vec![Piece { offset: 71 * CHUNK, len: CHUNK, zero: true }], 72 * CHUNK));
+        let (pieces, next) = batch(&extents[1..], 1, 72 * CHUNK);
+        let last = Piece { offset: 71 * CHUNK, len: CHUNK, zero: true };
+        assert_eq!((pieces, next), (vec![last], 72 * CHUNK));
+        let (pieces, _) = batch(&extents[1..], 2, 72 * CHUNK);
+        assert_eq!(pieces, [Piece { offset: 70 * CHUNK, len: CHUNK, zero: false }, last]);
     }
 }

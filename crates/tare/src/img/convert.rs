@@ -5,21 +5,24 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use block::qcow2::offline;
 use block::{Cache, Disk, Format, Op};
 
 use super::args::{Options, Refusal, Word};
 use super::copy::{self, Ended, Job};
 use super::create::{self, Wish};
-use super::image::{FORMATS, How};
+use super::image::{FORMATS, Gate, How};
 use super::interrupt;
+use super::pack::{self, Failed};
 use super::progress::Progress;
 use super::pump::Pump;
 use crate::exit::reason;
 
 pub const HELP: &str = "\
-usage: tare img convert [-f FORMAT] [-O FORMAT] [-o OPTIONS] [-t CACHE] [-T CACHE] [-i AIO]
-                        [-m THREADS] [-n] [-p] [-q] [-S SIZE] [-W] [--backing=GATE]
-                        [--key=FILE] [--target-key=FILE] FILE TARGET
+usage: tare img convert [-f FORMAT] [-O FORMAT] [-o OPTIONS] [-c] [-B BACKING -F FORMAT]
+                        [-l SNAPSHOT] [-t CACHE] [-T CACHE] [-i AIO] [-m THREADS] [-n] [-p]
+                        [-q] [-S SIZE] [-W] [--backing=GATE] [--key=FILE]
+                        [--target-key=FILE] FILE TARGET
 
 Copies the disk in FILE, backing files and all, into a new image. TARGET appears when it
 is whole; interrupted by SIGINT or SIGTERM, there is none.
@@ -27,6 +30,12 @@ is whole; interrupted by SIGINT or SIGTERM, there is none.
   -f FORMAT    of FILE: raw or qcow2; without it the file's first bytes tell
   -O FORMAT    of TARGET [raw]
   -o OPTIONS   of TARGET, see `tare img create --help`
+  -c           compress (qcow2; by zlib, or zstd with -o compression_type=zstd)
+  -B BACKING   TARGET stands on it and gets only what FILE itself holds; it must show
+               what FILE's backing file shows; relative names start from TARGET's folder
+  -F FORMAT    of BACKING, needed with it: raw or qcow2
+  -l SNAPSHOT  copy this internal snapshot of FILE: an id, a name, or
+               snapshot.id=ID or snapshot.name=NAME
   -t CACHE     for TARGET: writeback, none or unsafe [unsafe: not flushed, unless it
                takes the place of another]
   -T CACHE     for FILE: writeback, none or unsafe [writeback]
@@ -50,6 +59,8 @@ struct Asked {
     files: [PathBuf; 2],
     threads: usize,
     in_place: bool,
+    compress: bool,
+    snapshot: Option<String>,
     sparse: u64,
     progress: bool,
     quiet: bool,
@@ -64,6 +75,8 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
         files: Default::default(),
         threads: cpus.min(8),
         in_place: false,
+        compress: false,
+        snapshot: None,
         sparse: 4096,
         progress: false,
         quiet: false,
@@ -81,6 +94,12 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
                 asked.to.aio = asked.from.aio;
             }
             Word::Short('m') => asked.threads = options.number(1..=16)? as usize,
+            Word::Short('c') => asked.compress = true,
+            Word::Short('B') => asked.wish.stand_on(options.value()?),
+            Word::Short('F') => {
+                asked.wish.backing_format(options.word("an image format that tare knows", FORMATS)?);
+            }
+            Word::Short('l') => asked.snapshot = Some(snapshot_name(options.text()?)),
             Word::Short('n') => asked.in_place = true,
             Word::Short('p') => asked.progress = true,
             Word::Short('q') => asked.quiet = true,
@@ -100,23 +119,38 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
             asked.sparse
         )));
     }
-    if asked.wish.has_backing() {
-        return Err(Refusal::new(
-            "a copy on a backing file can't be made: -o; leave backing_file out, or use create and rebase",
-        ));
+    if asked.compress && (asked.wish.format != Format::Qcow2 || asked.in_place) {
+        return Err(Refusal::new("only new qcow2 images can be compressed: -c; use -O qcow2, without -n"));
+    }
+    if asked.wish.has_backing() && (asked.wish.format != Format::Qcow2 || asked.in_place) {
+        return Err(Refusal::new("only new qcow2 images get a backing file: -B; use -O qcow2, without -n"));
     }
     asked.to.format = Some(asked.wish.format);
     if !asked.in_place {
         asked.wish.lock_with(asked.to.keys.first(), "--target-key")?;
     }
+    if asked.wish.has_backing() {
+        // Named by the user, not by an image.
+        asked.to.gate = Gate::Any;
+    }
     Ok(asked)
+}
+
+/// The id or name in what `-l` says.
+fn snapshot_name(text: String) -> String {
+    let cut = ["snapshot.id=", "snapshot.name="].iter().find_map(|key| text.strip_prefix(key)).map(str::to_owned);
+    cut.unwrap_or(text)
 }
 
 /// See [`HELP`].
 pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     let mut asked = parse(options)?;
     let [from, to] = asked.files.clone();
-    let mut source = asked.from.open(&from)?;
+    let format = asked.from.format_of(&from);
+    if asked.snapshot.is_some() && format != Format::Qcow2 {
+        return Err(Refusal::new(format!("only qcow2 images have snapshots: {}; leave -l out", from.display())));
+    }
+    let mut source = asked.from.open_at(&from, asked.snapshot.as_deref())?;
     interrupt::install().map_err(|e| Refusal::new(format!("no eventfd to be had, {}: this host", reason(&e))))?;
     asked.wish.size = Some(source.size());
     let device = fs::metadata(&to).is_ok_and(|m| !m.is_file());
@@ -127,9 +161,16 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
         return into(&asked, &mut source, &to, &to, false);
     }
     not_in_use(&from, &to)?;
+    let keys = asked.to.keys.get(1..).unwrap_or_default().to_vec();
+    let below = How { readonly: true, gate: Gate::Any, keys, ..How::default() };
+    create::check_backing(&to, &mut asked.wish, below, false)?;
     let draft = Draft::beside(&to);
-    create::make(&draft.0, &asked.wish)?;
-    let code = into(&asked, &mut source, &draft.0, &to, true)?;
+    let code = if asked.compress {
+        packed(&asked, &mut source, &draft.0, &to)?
+    } else {
+        create::make(&draft.0, &asked.wish)?;
+        into(&asked, &mut source, &draft.0, &to, true)?
+    };
     if code == 0 {
         fs::rename(&draft.0, &to).map_err(|e| {
             Refusal::new(format!("the new image can't be put in its place, {}: {}", reason(&e), to.display()))
@@ -150,27 +191,66 @@ fn into(asked: &Asked, source: &mut Disk, path: &Path, name: &Path, blank: bool)
         )));
     }
     let progress = Progress::new(source.size(), asked.progress, asked.quiet);
-    // What lies on a target that is not new is no zeroes: all of the source is written.
-    let sparse = if blank { asked.sparse } else { 0 };
-    let job = Job { sparse, full: asked.sparse == 0, threads: asked.threads, top_only: false, progress: &progress };
-    let place =
-        |path: &Path, at, what, e| Refusal::new(format!("{what} failed at {at}, {}: {}", reason(&e), path.display()));
-    match copy::copy(source, &mut target, &job) {
-        Ok(()) => {}
-        Err(Ended::Interrupted) => return Ok(interrupt::CODE),
-        Err(Ended::Read(at, e)) => return Err(place(&asked.files[0], at, "reading", e)),
-        Err(Ended::Write(at, e)) => return Err(place(name, at, "writing", e)),
-        Err(Ended::Host(e)) => return Err(Refusal::new(format!("the copy can't be made, {}: this host", reason(&e)))),
+    // What lies on a target that is not new, or below one, is no zeroes: all of the source is written.
+    let sparse = if blank && !asked.wish.has_backing() { asked.sparse } else { 0 };
+    let job = Job { sparse, ..job(asked, &progress) };
+    if let Err(ended) = copy::copy(source, &mut target, &job) {
+        return stopped(asked, name, ended);
     }
-    let flush = |e: std::io::Error| place(name, 0, "the last flush", e);
+    let flush = |e| failed_at(name, 0, "the last flush", &e);
     Pump::new(&mut target, 1, 512).and_then(|mut pump| pump.one(Op::Flush, 0, 0)).map_err(flush)?;
     drop(target);
-    // An image that takes another's place is durable first, whatever the cache mode: else a crash could lose both.
-    if path != name && name.exists() {
-        fs::File::open(path).and_then(|file| file.sync_all()).map_err(flush)?;
-    }
+    settled(path, name)?;
     progress.finish();
     Ok(0)
+}
+
+/// Copies the source into a new compressed image at `path`, which messages call `name`.
+fn packed(asked: &Asked, source: &mut Disk, path: &Path, name: &Path) -> Result<u8, Refusal> {
+    let progress = Progress::new(source.size(), asked.progress, asked.quiet);
+    let job = job(asked, &progress);
+    let options = asked.wish.qcow2_options();
+    let kind = (options.cluster_size, options.compression);
+    let lazy = asked.to.cache == Cache::Unsafe;
+    let made = offline::create_packed(path, &options, lazy, |packer| pack::pack(source, packer, kind, &job));
+    match made {
+        Ok(()) => {}
+        Err(Failed::Copy(ended)) => return stopped(asked, name, ended),
+        Err(Failed::Image(e)) => return Err(Refusal::new(e)),
+    }
+    settled(path, name)?;
+    progress.finish();
+    Ok(0)
+}
+
+/// What is to be copied, and by how many.
+fn job<'p>(asked: &Asked, progress: &'p Progress) -> Job<'p> {
+    let raw = asked.from.format_of(&asked.files[0]) == Format::Raw;
+    let top = asked.wish.has_backing().then_some(1);
+    Job { sparse: asked.sparse, full: asked.sparse == 0, threads: asked.threads, top, raw, progress }
+}
+
+fn failed_at(path: &Path, at: u64, what: &str, e: &std::io::Error) -> Refusal {
+    Refusal::new(format!("{what} failed at {at}, {}: {}", reason(e), path.display()))
+}
+
+/// How the command ends when the copy did not come to its end.
+fn stopped(asked: &Asked, name: &Path, ended: Ended) -> Result<u8, Refusal> {
+    Err(match ended {
+        Ended::Interrupted => return Ok(interrupt::CODE),
+        Ended::Read(at, e) => failed_at(&asked.files[0], at, "reading", &e),
+        Ended::Write(at, e) => failed_at(name, at, "writing", &e),
+        Ended::Host(e) => Refusal::new(format!("the copy can't be made, {}: this host", reason(&e))),
+    })
+}
+
+/// An image that takes another's place is durable first, whatever the cache mode: else a crash could lose both.
+fn settled(path: &Path, name: &Path) -> Result<(), Refusal> {
+    if path != name && name.exists() {
+        let synced = fs::File::open(path).and_then(|file| file.sync_all());
+        synced.map_err(|e| failed_at(name, 0, "the last flush", &e))?;
+    }
+    Ok(())
 }
 
 /// The image under construction; gone unless it was moved to its place.
@@ -219,10 +299,12 @@ mod tests {
         assert_eq!((good.sparse, good.threads, good.to.format), (64 << 10, 2, Some(Format::Qcow2)));
         assert!(asked(&["a"]).unwrap_err().contains("an image and a target"));
         assert!(asked(&["-S", "100", "a", "b"]).unwrap_err().contains("multiple of 512"));
-        assert!(asked(&["-c", "a", "b"]).unwrap_err().contains("unknown flag -c"));
+        assert!(asked(&["-c", "a", "b"]).unwrap_err().contains("only new qcow2 images can be compressed"));
+        assert!(asked(&["-c", "-n", "-O", "qcow2", "a", "b"]).unwrap_err().contains("without -n"));
+        assert!(asked(&["-B", "x", "-F", "raw", "a", "b"]).unwrap_err().contains("get a backing file"));
+        let good = asked(&["-c", "-l", "snapshot.id=7", "-O", "qcow2", "-B", "x", "-F", "raw", "a", "b"]).unwrap();
+        assert_eq!((good.compress, good.snapshot.as_deref(), good.wish.has_backing()), (true, Some("7"), true));
+        assert_eq!(snapshot_name("daily".into()), "daily");
         assert!(asked(&["-O", "vmdk", "a", "b"]).unwrap_err().contains("use raw or qcow2"));
-        assert!(
-            asked(&["-O", "qcow2", "-o", "backing_file=x,backing_fmt=raw", "a", "b"]).unwrap_err().contains("backing")
-        );
     }
 }

@@ -20,7 +20,7 @@ const SLOTS: u16 = 4;
 /// Writes of one chunk at most; what is cut finer is written with the zeroes in between.
 const RUNS: u16 = 128;
 /// Extents are asked for so many bytes at a time.
-const WINDOW: u64 = 64 << 30;
+pub const WINDOW: u64 = 64 << 30;
 const ALIGN: usize = 4096;
 
 /// What to do.
@@ -31,18 +31,23 @@ pub struct Job<'a> {
     pub full: bool,
     /// Threads at most.
     pub threads: usize,
-    /// Only what the topmost image of the source's chain holds, zeroes included.
-    pub top_only: bool,
+    /// Only what the so many topmost images of the source's chain hold, zeroes included; `None`: all.
+    pub top: Option<u32>,
+    /// The source is raw: its holes are its own, and zeroes.
+    pub raw: bool,
     /// Told what is done.
     pub progress: &'a Progress,
 }
 
 /// What a range of the source asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Piece {
-    offset: u64,
-    len: u64,
-    zero: bool,
+pub struct Piece {
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// The source says that they are zeroes.
+    pub zero: bool,
 }
 
 /// Why a copy ended early.
@@ -58,8 +63,7 @@ pub enum Ended {
     Interrupted,
 }
 
-/// Copies all of `from` onto `to`, which is at least as long. `to` must read as zeroes unless `job.sparse` is 0 or only the
-/// top is copied.
+/// Copies all of `from` onto `to`, which is at least as long. `to` must read as zeroes unless `job.sparse` is 0.
 ///
 /// # Errors
 /// See [`Ended`]; the target holds some of the data then.
@@ -78,12 +82,14 @@ pub fn copy(from: &mut Disk, to: &mut Disk, job: &Job<'_>) -> Result<(), Ended> 
 }
 
 /// What is to be moved of a window, in pieces of at most a chunk that end on its multiples.
-fn plan(from: &mut Disk, offset: u64, len: u64, job: &Job<'_>) -> io::Result<Vec<Piece>> {
+pub fn plan(from: &mut Disk, offset: u64, len: u64, job: &Job<'_>) -> io::Result<Vec<Piece>> {
     let mut pieces = Vec::new();
     for extent in from.extents(offset, len)? {
         let zero = extent.kind != ExtentKind::Data && !job.full;
-        let wanted =
-            if job.top_only { extent.depth == 0 && extent.kind != ExtentKind::Hole } else { !zero || job.sparse == 0 };
+        let wanted = match job.top {
+            Some(top) => extent.depth < top && (extent.kind != ExtentKind::Hole || job.raw),
+            None => !zero || job.sparse == 0,
+        };
         if !wanted {
             continue;
         }

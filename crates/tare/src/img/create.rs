@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `tare img create`: new images, with the options of `qemu-img create`. `convert` makes its target here too.
 
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Duration;
 
 use block::qcow2::format::header::Compression;
 use block::qcow2::offline::{self, CreateOptions, Preallocation};
@@ -11,6 +13,7 @@ use block::{Format, Secret};
 
 use super::args::{self, Options, Refusal, Word};
 use super::image::{FORMATS, Gate, How, resolved, word};
+use super::interrupt;
 use crate::exit::reason;
 
 pub const HELP: &str = "\
@@ -35,7 +38,7 @@ the size may be left out: it is the backing file's.
   --key=FILE   holds the new image's passphrase, and nothing else
   --backing-key=FILE  holds BACKING's
 
-exit codes: 0 done; 1 failed
+exit codes: 0 done; 1 failed; 130 interrupted, with no FILE left behind
 ";
 
 /// What a new image is to be.
@@ -149,6 +152,22 @@ impl Wish {
     pub fn has_backing(&self) -> bool {
         self.options.backing.is_some()
     }
+
+    /// Makes the new image stand on `name`.
+    pub fn stand_on(&mut self, name: OsString) {
+        self.qcow2.get_or_insert_with(|| "-b".into());
+        self.options.backing = Some(name);
+    }
+
+    /// The format of what the new image stands on.
+    pub fn backing_format(&mut self, format: Format) {
+        self.options.backing_format = Some(word(format).to_owned());
+    }
+
+    /// What a qcow2 image is to be.
+    pub fn qcow2_options(&self) -> CreateOptions {
+        CreateOptions { size: self.size.unwrap_or(0), ..self.options.clone() }
+    }
 }
 
 /// See [`HELP`].
@@ -161,14 +180,8 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
         match next {
             Word::Short('f') => wish.format = options.word("an image format that tare knows", FORMATS)?,
             Word::Short('o') => wish.take(&options.text()?)?,
-            Word::Short('b') => {
-                wish.qcow2.get_or_insert_with(|| "-b".into());
-                wish.options.backing = Some(options.value()?);
-            }
-            Word::Short('F') => {
-                wish.options.backing_format =
-                    Some(word(options.word("an image format that tare knows", FORMATS)?).to_owned())
-            }
+            Word::Short('b') => wish.stand_on(options.value()?),
+            Word::Short('F') => wish.backing_format(options.word("an image format that tare knows", FORMATS)?),
             Word::Short('q') => quiet = true,
             Word::Short('u') => unchecked = true,
             Word::Long(name) if name == "key" => own.take_key(options)?,
@@ -195,6 +208,9 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     if wish.size.is_none() {
         return Err(Refusal::new(format!("no size: {}; say one, such as 10G", path.display())));
     }
+    if wish.options.preallocation != Preallocation::Off {
+        gone_if_interrupted(&path)?;
+    }
     make(&path, &wish)?;
     if !quiet {
         super::show(&announcement(&path, &wish));
@@ -202,8 +218,28 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     Ok(0)
 }
 
+/// From now on a signal removes what is being made, which may take long, and ends the process.
+fn gone_if_interrupted(path: &Path) -> Result<(), Refusal> {
+    let failed = |e| Refusal::new(format!("no signal can be waited for, {}: this host", reason(&e)));
+    interrupt::install().map_err(failed)?;
+    let path = path.to_owned();
+    let watch = move || {
+        while !interrupt::asked() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if fs::metadata(&path).is_ok_and(|m| m.is_file()) {
+            let _ = fs::remove_file(&path);
+        }
+        std::process::exit(interrupt::CODE.into());
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(watch).map(drop).map_err(failed)
+}
+
 /// Looks at the backing file: it must open, and lends its size.
-fn check_backing(path: &Path, wish: &mut Wish, mut below: How, unchecked: bool) -> Result<(), Refusal> {
+///
+/// # Errors
+/// One line: no format, or a file that can't be opened.
+pub fn check_backing(path: &Path, wish: &mut Wish, mut below: How, unchecked: bool) -> Result<(), Refusal> {
     let Some(backing) = &wish.options.backing else { return Ok(()) };
     let Some(format) = &wish.options.backing_format else {
         return Err(Refusal::new(
@@ -227,10 +263,7 @@ fn check_backing(path: &Path, wish: &mut Wish, mut below: How, unchecked: bool) 
 pub fn make(path: &Path, wish: &Wish) -> Result<(), Refusal> {
     let size = wish.size.unwrap_or(0);
     match wish.format {
-        Format::Qcow2 => {
-            let options = CreateOptions { size, ..wish.options.clone() };
-            offline::create(path, &options).map_err(Refusal::new)
-        }
+        Format::Qcow2 => offline::create(path, &wish.qcow2_options()).map_err(Refusal::new),
         Format::Raw => match &wish.qcow2 {
             Some(key) => Err(Refusal::new(format!(
                 "raw images have no option `{key}`: command line; leave it out, or use qcow2"

@@ -117,7 +117,16 @@ impl How {
     /// # Errors
     /// The engine's line, with exit code 1.
     pub fn open(&self, path: &Path) -> Result<Disk, Refusal> {
+        self.open_at(path, None)
+    }
+
+    /// Opens `path` as it was when an internal snapshot was taken, if one is named by its id or name.
+    ///
+    /// # Errors
+    /// As [`How::open`].
+    pub fn open_at(&self, path: &Path, snapshot: Option<&str>) -> Result<Disk, Refusal> {
         let mut options = block::Options::new(path);
+        options.qcow2.snapshot = snapshot.map(str::to_owned);
         options.format = self.format_of(path);
         options.qcow2.cow = self.cow;
         options.qcow2.l2_cache = self.l2_cache;

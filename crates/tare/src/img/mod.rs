@@ -17,6 +17,7 @@ mod image;
 mod info;
 mod interrupt;
 mod map;
+mod pack;
 mod progress;
 mod pump;
 mod rebase;

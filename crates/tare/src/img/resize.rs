@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use super::args::{self, Options, Refusal, Word};
 use super::image::How;
+use super::interrupt;
 use crate::exit::reason;
 
 pub const HELP: &str = "\
@@ -73,6 +74,8 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
         )));
     }
     if new != old {
+        // The first Ctrl-C waits for the end: half a resize would leave clusters that nobody uses.
+        interrupt::install().map_err(|e| Refusal::new(format!("no eventfd to be had, {}: this host", reason(&e))))?;
         disk.resize(new).map_err(|e| Refusal::new(format!("the image can't be resized, {}: {place}", reason(&e))))?;
     }
     if !quiet {

@@ -20,7 +20,7 @@ use crate::storage::Storage;
 use crate::storage::file::FileStorage;
 
 use super::image::{How, Image, read_header};
-use super::{mend, side};
+use super::{mend, past, side};
 
 /// Most images in a chain.
 const DEEPEST: usize = 200;
@@ -238,8 +238,12 @@ impl<'a> Builder<'a> {
             self.push(Place { layer: Layer::Raw(size), file, data: file }, vec![storage], limits);
             return Ok(None);
         }
-        let (header, len, mended) = ready(&mut storage, path, writable)?;
+        let (mut header, len, mended) = ready(&mut storage, path, writable)?;
         self.warnings.extend(mended);
+        if let Some(name) = self.options.qcow2.snapshot.as_deref().filter(|_| top) {
+            past::look_back(&mut storage, &mut header, len, (path, name, writable))?;
+            serveable(path, &header)?;
+        }
         let cipher = self.keys.unlock(path, &header, &mut storage, writable)?;
         let image = image(storage.share(), path, &header, len, how(self.options, writable, unit, cipher))?;
         let mut files = vec![storage];

@@ -10,6 +10,7 @@ mod image;
 mod inbox;
 mod mend;
 mod meta;
+mod past;
 mod read;
 mod refs;
 mod side;

@@ -82,7 +82,15 @@ impl Image {
     /// # Errors
     /// The file can't be read. What is wrong with the image is in the report.
     pub fn check(&self) -> Result<Report, Error> {
-        let mut walk = Walk::run(self)?;
+        self.check_telling(&mut |_, _| ())
+    }
+
+    /// As [`Image::check`]; `tell` hears how many of how many tables were read, after each.
+    ///
+    /// # Errors
+    /// As [`Image::check`].
+    pub fn check_telling(&self, tell: &mut dyn FnMut(u64, u64)) -> Result<Report, Error> {
+        let mut walk = Walk::telling(self, tell)?;
         let wrong = self.compare(&mut walk)?;
         self.check_copied(&mut walk, &wrong)?;
         Ok(walk.report)

@@ -154,7 +154,7 @@ fn new_luks(path: &Path, secret: &Secret, rounds: u32) -> Result<Vec<u8>, Error>
 }
 
 /// The header that these options ask for; its tables have sizes but no places yet.
-fn header(path: &Path, options: &CreateOptions) -> Result<Header, Error> {
+pub(super) fn header(path: &Path, options: &CreateOptions) -> Result<Header, Error> {
     let refuse = |why: String| Error::refused(path, why);
     let size = match options.size.checked_next_multiple_of(512) {
         Some(size) if size <= i64::MAX as u64 => size,
@@ -290,7 +290,7 @@ pub(super) fn write_zeroes(medium: &dyn Medium, offset: u64, len: u64) -> std::i
     Ok(())
 }
 
-fn open_new(path: &Path) -> Result<File, Error> {
+pub(super) fn open_new(path: &Path) -> Result<File, Error> {
     OpenOptions::new()
         .read(true)
         .write(true)

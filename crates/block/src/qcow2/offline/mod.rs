@@ -13,6 +13,7 @@ mod create;
 mod edit;
 mod image;
 mod medium;
+mod pack;
 mod resize;
 mod snapshot;
 mod walk;
@@ -24,6 +25,7 @@ pub use check::{Repair, Report};
 pub use create::{CreateOptions, Preallocation, create, create_on};
 pub use image::Image;
 pub use medium::Medium;
+pub use pack::{Packer, create_packed};
 pub use resize::Amend;
 
 use super::format::FormatError;

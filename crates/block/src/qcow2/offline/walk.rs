@@ -38,6 +38,14 @@ impl Walk {
     /// # Errors
     /// The file can't be read. Damage is no error but in the report.
     pub fn run(image: &Image) -> Result<Walk, Error> {
+        Walk::telling(image, &mut |_, _| ())
+    }
+
+    /// As [`Walk::run`]; `tell` is called after each L2 table with how many were read and how many there are.
+    ///
+    /// # Errors
+    /// As [`Walk::run`].
+    pub fn telling(image: &Image, tell: &mut dyn FnMut(u64, u64)) -> Result<Walk, Error> {
         let mut walk = Walk {
             counts: Counts::default(),
             refcounts: Counts::default(),
@@ -76,7 +84,7 @@ impl Walk {
                 walk.area(header.cluster_bits, header.snapshots.offset, bytes as u64, "the snapshot table");
             }
         }
-        walk.data(image, tables)?;
+        walk.data(image, tables, tell)?;
         if let Some(luks) = header.extensions.encryption {
             walk.area(header.cluster_bits, luks.offset, luks.len, "the LUKS header");
         }
@@ -135,19 +143,28 @@ impl Walk {
     }
 
     /// Counts what L2 tables name: first the active ones in order, then the rest.
-    fn data(&mut self, image: &Image, mut tables: HashMap<u64, u32>) -> Result<(), Error> {
+    fn data(
+        &mut self,
+        image: &Image,
+        mut tables: HashMap<u64, u32>,
+        tell: &mut dyn FnMut(u64, u64),
+    ) -> Result<(), Error> {
         let layout = image.layout();
+        let total = tables.len() as u64;
         for (i, raw) in image.l1.iter().enumerate() {
             let offset = raw & OFFSET_MASK;
             let guest = (i as u64) << (layout.l2_bits() + layout.cluster_bits);
             if let Some(weight) = tables.remove(&offset) {
                 self.l2_table(image, offset, weight, Some(guest))?;
+                tell(total - tables.len() as u64, total);
             }
         }
         let mut rest: Vec<_> = tables.into_iter().collect();
         rest.sort_unstable();
-        for (offset, weight) in rest {
+        let active = total - rest.len() as u64;
+        for (done, (offset, weight)) in (active + 1..).zip(rest) {
             self.l2_table(image, offset, weight, None)?;
+            tell(done, total);
         }
         Ok(())
     }
