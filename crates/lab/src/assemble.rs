@@ -94,7 +94,13 @@ pub fn report(asked: Asked, facts: Facts, ledger: &Ledger) -> Report {
 
 fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
     let mut notes = asked.notes.clone();
-    if (asked.scale - 1.0).abs() > f64::EPSILON && asked.suite != "boot" {
+    let scaled = (asked.scale - 1.0).abs() > f64::EPSILON;
+    if scaled && asked.suite.starts_with("fileio") {
+        notes.push(format!(
+            "Scale {}: each region of the disk is {0} of the full 512 MiB, and what is written in proportion.",
+            asked.scale
+        ));
+    } else if scaled && asked.suite != "boot" {
         notes.push(format!(
             "Scale {}: times and sizes of the tax suite are {} of the full ones (10 s, 2 GiB, 1 GiB of files, 50,000 locks), \
              and a run that is limited by time also ends after a number of events in proportion.",

@@ -6,6 +6,7 @@
 mod assemble;
 mod export;
 mod facts;
+mod fio;
 mod flags;
 // Some of it serves other callers than this program, such as tests.
 #[allow(dead_code)]
@@ -59,7 +60,13 @@ fn main() -> ExitCode {
 /// `tare-lab run`.
 fn run(flags: &flags::Run) -> Result<ExitCode> {
     let bundles = scenario::suite(&flags.suite, flags.scale)?;
-    let subjects = subject::parse_list(&flags.subjects)?;
+    let subjects = match &flags.subjects[..] {
+        [] => subject::parse_list(&[scenario::subjects(&flags.suite)])?,
+        said => subject::parse_list(said)?,
+    };
+    if let Some(bundle) = bundles.iter().find(|bundle| !subjects.iter().any(|subject| bundle.fits(subject))) {
+        anyhow::bail!("none of the subjects can run '{}': --subjects; see 'tare-lab list'", bundle.name);
+    }
     let tare = if subjects.iter().any(|subject| subject.wants("tare")) {
         Some(facts::tare(flags.tare.as_deref())?)
     } else {

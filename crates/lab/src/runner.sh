@@ -2,7 +2,7 @@
 # Runs one sample: starts the subject's command ("$@"), watches its console for marks, reads KVM's counters and the
 # monitor's memory at them, and reports at the end. Nothing is printed while the sample runs. Appended by the lab to a
 # preamble that sets: LAB_SCRATCH LAB_WATCH LAB_POLL LAB_LIMIT LAB_GRACE LAB_GUEST_MIB LAB_IMAGE LAB_DISK
-# LAB_PROGRAM LAB_ALONE and the words of "$@".
+# LAB_PREPARE LAB_PROGRAM LAB_ALONE and the words of "$@".
 #
 # The console goes to a regular file, so that a subject never waits for its reader. $LAB_WATCH tells what is said there and
 # when the subject has ended; it looks every LAB_POLL microseconds at most, and sleeps while nothing is said.
@@ -18,6 +18,7 @@ if [ ! -d /sys/kernel/debug/kvm ]; then mount -t debugfs debugfs /sys/kernel/deb
 # The lab machine keeps its own console still: it is a device of the outside world.
 if [ -n "$LAB_ALONE" ]; then echo 1 >/proc/sys/kernel/printk; fi
 if [ -n "$LAB_IMAGE" ]; then cp --sparse=always "$LAB_IMAGE" "$LAB_DISK" || exit 96; fi
+if [ -n "$LAB_PREPARE" ]; then eval "$LAB_PREPARE" >/dev/null || exit 94; fi
 
 # Microseconds, without a fork.
 now() { t=$EPOCHREALTIME; t=${t/[.,]/}; }

@@ -27,6 +27,8 @@ pub struct Order {
     pub file: Option<(String, Vec<u8>)>,
     /// An image to copy before the sample starts, and where to.
     pub copy: Option<(String, String)>,
+    /// Shell commands that make the sample's other images in `scratch`; empty for none.
+    pub prepare: String,
     /// The command that watches a console; see `agent::watch`. Words are split at spaces.
     pub watch: String,
     /// Guest memory in MiB; 0 for native.
@@ -53,6 +55,7 @@ impl Order {
             ("LAB_GUEST_MIB", self.guest_mib.to_string()),
             ("LAB_IMAGE", image),
             ("LAB_DISK", disk),
+            ("LAB_PREPARE", self.prepare.clone()),
             ("LAB_PROGRAM", self.program.clone()),
             ("LAB_ALONE", if self.alone { "1".to_owned() } else { String::new() }),
         ] {
@@ -236,6 +239,7 @@ pub(crate) mod tests {
             scratch: scratch.display().to_string(),
             file: None,
             copy: None,
+            prepare: String::new(),
             watch: STAND_IN.to_owned(),
             guest_mib: 0,
             poll: Duration::from_millis(2),

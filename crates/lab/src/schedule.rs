@@ -16,7 +16,7 @@ use crate::place::Place;
 use crate::price::Exits;
 use crate::report::Figure;
 use crate::sample::{Order, Sample};
-use crate::scenario::{Bundle, init};
+use crate::scenario::{Bundle, fileio, init};
 use crate::subject::{Console, Subject};
 
 /// Tries of one sample before it counts as missing.
@@ -227,8 +227,13 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         if bundle.needs_disk() {
             values.insert("disk", if copy { private.clone() } else { paths.disk.clone() });
         }
+        if bundle.disk.is_some() {
+            values.insert("qcow2", format!("{scratch}/{}", fileio::QCOW2));
+            values.insert("raw", format!("{scratch}/{}", fileio::RAW));
+        }
         subject.command(&values)?
     };
+    let prepare = bundle.disk.map(|disk| disk.prepare(&scratch, subject.wants("qcow2"))).unwrap_or_default();
     let program = match subject.program() {
         Some("{tare}") => paths.tare.clone(),
         program => program.unwrap_or_default().to_owned(),
@@ -239,6 +244,7 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         scratch,
         file,
         copy: copy.then(|| (paths.disk.clone(), private)),
+        prepare,
         watch: paths.watch.clone(),
         guest_mib: if subject.is_native() { 0 } else { bundle.memory_mib },
         poll: Duration::from_millis(bundle.poll_millis()),

@@ -14,6 +14,8 @@ pub const VARIABLES: &[(&str, &str)] = &[
     ("kernel", "path of the guest kernel (a stock bzImage)"),
     ("initrd", "path of the guest's initial RAM disk; unset when a workload needs none"),
     ("disk", "path of the guest's root disk, a raw image; unset when a workload needs none"),
+    ("qcow2", "path of the second disk of suite fileio, a fresh qcow2 image on a backing file; unset elsewhere"),
+    ("raw", "path of a raw file that holds the same, made instead for templates that name it"),
     ("cmdline", "the whole kernel command line, one word"),
     ("cmdline_json", "the same, escaped for the inside of a JSON string"),
     ("memory_mib", "guest memory in MiB"),
@@ -29,6 +31,38 @@ const QEMU: &str = "qemu-system-x86_64 -M pc -nodefaults -no-user-config -displa
     -m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} \
     [-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] \
     -serial stdio -no-reboot";
+/// tare's template with the second disk of suite `fileio`; elsewhere it is the one without.
+macro_rules! tare_with {
+    ($disk:literal) => {
+        concat!(
+            "{tare} run --kernel {kernel} [--initrd {initrd}] --cmdline {cmdline} --cpus {cpus} --memory {memory_mib}M ",
+            "[--disk path={disk},cache=writeback] [--disk path=",
+            $disk,
+            ",cache=writeback] --console {console} --no-rng"
+        )
+    };
+}
+
+/// The same of QEMU's.
+macro_rules! qemu_with {
+    ($disk:literal) => {
+        concat!(
+            "qemu-system-x86_64 -M pc -nodefaults -no-user-config -display none -enable-kvm -cpu host -smp {cpus} ",
+            "-m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} ",
+            "[-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] ",
+            "[-drive file=",
+            $disk,
+            ",if=none,id=data,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=data] -serial stdio -no-reboot"
+        )
+    };
+}
+
+const TARE_RAW: &str = tare_with!("{raw}");
+const TARE_EXPLICIT: &str = tare_with!("{qcow2},format=qcow2,cow=explicit");
+const TARE_UNALLOCATED: &str = tare_with!("{qcow2},format=qcow2,cow=unallocated");
+const TARE_ZERO_AWARE: &str = tare_with!("{qcow2},format=qcow2,cow=zero-aware");
+const QEMU_RAW: &str = qemu_with!("{raw},format=raw");
+const QEMU_QCOW2: &str = qemu_with!("{qcow2},format=qcow2");
 const QEMU_MICROVM: &str = "qemu-system-x86_64 -M microvm,pcie=on -nodefaults -no-user-config -display none -enable-kvm \
     -cpu host -smp {cpus} -m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} \
     [-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] \
@@ -48,6 +82,12 @@ pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("qemu", "QEMU with KVM, machine type pc, virtio-blk (writeback, io_uring)", QEMU),
     ("qemu-microvm", "QEMU with KVM, machine type microvm", QEMU_MICROVM),
     ("cloud-hypervisor", "Cloud Hypervisor, when its binary is there", CLOUD_HYPERVISOR),
+    ("tare-raw", "tare with the second disk of suite fileio as a raw file", TARE_RAW),
+    ("tare-explicit", "tare with it as qcow2; a write that allocates fills its cluster (cow=explicit)", TARE_EXPLICIT),
+    ("tare-unallocated", "the same, but where nothing was ever allocated (cow=unallocated)", TARE_UNALLOCATED),
+    ("tare-zero-aware", "the same, but where the disk reads as zeroes (cow=zero-aware, the default)", TARE_ZERO_AWARE),
+    ("qemu-raw", "QEMU with the second disk of suite fileio as a raw file", QEMU_RAW),
+    ("qemu-qcow2", "QEMU with it as qcow2", QEMU_QCOW2),
     ("firecracker", "Firecracker, when its binary is there (boot only: no root disk in its template)", FIRECRACKER),
 ];
 
@@ -262,12 +302,13 @@ fn words(text: &str) -> Result<Vec<String>> {
     Ok(out)
 }
 
-/// Names of the `{variables}` in a word; braces around anything but `a-z_` are plain text (JSON).
+/// Names of the `{variables}` in a word; braces around anything but `a-z0-9_` are plain text (JSON).
 fn variables(word: &str) -> impl Iterator<Item = &str> {
     word.match_indices('{').filter_map(|(at, _)| {
         let rest = &word[at + 1..];
         let name = &rest[..rest.find('}')?];
-        (!name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase() || c == '_')).then_some(name)
+        (!name.is_empty() && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'))
+            .then_some(name)
     })
 }
 
@@ -344,13 +385,17 @@ mod tests {
     #[test]
     fn every_built_in_template_parses_and_fills() {
         let mut all = values(BASE);
-        all.insert("disk", "/d".into());
-        all.insert("initrd", "/i".into());
+        for (name, value) in [("disk", "/d"), ("initrd", "/i"), ("qcow2", "/q"), ("raw", "/r")] {
+            all.insert(name, value.into());
+        }
         for (name, ..) in BUILT_IN {
             let subject = Subject::parse(name).unwrap();
             let command = subject.command(&all).unwrap();
             assert_eq!(command.is_empty(), subject.is_native());
             assert!(command.iter().all(|word| !word.contains("{kernel}")), "{command:?}");
+            let second = command.iter().filter(|word| word.contains("=/q,") || word.contains("=/r,")).count();
+            let wants = subject.wants("qcow2") || subject.wants("raw");
+            assert_eq!(second, usize::from(wants), "{command:?}");
         }
     }
 

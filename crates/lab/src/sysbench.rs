@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads what sysbench 1.0 prints. Each test has its own headline; latency figures are common to all.
+//! Reads what sysbench 1.0 prints. Each test has its own headline; latency figures are common to all. What fio prints, the
+//! other tool of the suites, is read in `fio`.
 //!
 //! Nothing here judges: a figure that is not in the text is an error, because a sample without its figure has failed.
 
@@ -22,10 +23,15 @@ pub enum Test {
     Mutex,
     /// `sysbench threads run`.
     Threads,
+    /// One job of fio.
+    Fio,
 }
 
 /// The figures of one test's output, the headline first.
 pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
+    if test == Test::Fio {
+        return crate::fio::figures(text);
+    }
     if let Some(line) = text.lines().find(|line| line.starts_with("FATAL:")) {
         bail!("sysbench failed: {line}");
     }
@@ -57,6 +63,7 @@ pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
             let (read, written) = (text.after("read, MiB/s:")?, text.after("written, MiB/s:")?);
             out.push(Figure::new("read and written", "MiB/s", Better::Higher, read + written));
         }
+        Test::Fio => {}
         Test::Mutex => out.push(Figure::new("total time", "s", Better::Lower, text.after("total time:")?)),
         Test::Threads => {
             let (events, seconds) = (text.after("total number of events:")?, text.after("total time:")?);

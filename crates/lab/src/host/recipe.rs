@@ -27,6 +27,7 @@ pub const GUEST_PACKAGES: &[&str] = &[
     "e2fsprogs",
     "procps",
     "sysbench",
+    "fio",
 ];
 
 /// The lab machine's root: the peers, the workloads and what it takes to look at them.

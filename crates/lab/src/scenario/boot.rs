@@ -13,7 +13,8 @@ use crate::sample::Sample;
 
 /// The bundles of the suite.
 pub fn bundles() -> Vec<Bundle> {
-    let bundle = |name, quiet| Bundle { name, kind: Kind::Boot { quiet }, memory_mib: 256, limit_seconds: 20 };
+    let bundle =
+        |name, quiet| Bundle { name, kind: Kind::Boot { quiet }, memory_mib: 256, limit_seconds: 20, disk: None };
     vec![bundle("boot", false), bundle("boot quiet", true)]
 }
 

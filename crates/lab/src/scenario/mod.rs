@@ -6,6 +6,7 @@
 //! is init's argument. Nothing in an image is changed and no template needs a variable for it.
 
 mod boot;
+pub mod fileio;
 pub mod init;
 mod tax;
 
@@ -27,6 +28,8 @@ pub struct Bundle {
     pub memory_mib: u64,
     /// Seconds on the place's clock until the watchdog ends it.
     pub limit_seconds: u64,
+    /// A second disk, made afresh for each sample.
+    pub disk: Option<fileio::Disk>,
 }
 
 /// The two kinds of bundles.
@@ -60,6 +63,10 @@ pub struct Step {
 pub const SUITES: &[(&str, &str)] = &[
     ("tax", "sysbench cpu, memory, mutex, threads, fileio (prepare, rndrw buffered and O_DIRECT)"),
     ("boot", "boot to the first line of user space, exits by kind, memory of the monitor beside the guest's"),
+    (
+        "fileio",
+        "fio on a qcow2 disk: writes that allocate over nothing, zeroes and data; rewrites; rndrw (see {qcow2} and {raw})",
+    ),
     ("all", "tax and boot in one report"),
 ];
 
@@ -69,6 +76,7 @@ pub fn suite(name: &str, scale: f64) -> Result<Vec<Bundle>> {
     let mut bundles = match suite {
         "tax" => tax::bundles(scale),
         "boot" => boot::bundles(),
+        "fileio" => fileio::bundles(scale),
         "all" => [tax::bundles(scale), boot::bundles()].concat(),
         _ => bail!("no suite '{suite}'; there are: {}", SUITES.map_names()),
     };
@@ -92,6 +100,14 @@ impl MapNames for [(&str, &str)] {
     }
 }
 
+/// Who is measured when `--subjects` does not say.
+pub fn subjects(suite: &str) -> &'static str {
+    match suite.split('/').next() {
+        Some("fileio") => "qemu-raw,qemu-qcow2,tare-raw,tare-explicit,tare-unallocated,tare-zero-aware",
+        _ => "native,qemu,tare",
+    }
+}
+
 /// The workloads of some bundles in table order.
 pub fn workloads(bundles: &[Bundle]) -> Vec<String> {
     let names = |bundle: &Bundle| match &bundle.kind {
@@ -106,6 +122,7 @@ impl Bundle {
     pub fn fits(&self, subject: &Subject) -> bool {
         match self.kind {
             Kind::Boot { .. } => !subject.is_native(),
+            Kind::Work(_) if self.disk.is_some() => subject.wants("qcow2") || subject.wants("raw"),
             Kind::Work(_) => subject.is_native() || subject.wants("disk"),
         }
     }
@@ -189,7 +206,7 @@ mod tests {
     #[test]
     fn command_lines_fit_and_keep_their_script_in_one_quoted_word() {
         for scale in [1.0, 0.1, 0.001] {
-            for bundle in suite("all", scale).unwrap() {
+            for bundle in ["all", "fileio"].iter().flat_map(|name| suite(name, scale).unwrap()) {
                 let line = bundle.cmdline(Console::Serial, "/dev/vda");
                 assert!(line.len() < LIMIT, "{} is {} bytes long", bundle.name, line.len());
                 let quotes = if bundle.needs_disk() { 2 } else { 0 };
@@ -212,7 +229,19 @@ mod tests {
         assert_eq!(fit("tare").len(), 4);
         assert_eq!(suite("tax/fileio", 0.1).unwrap().len(), 1);
         assert!(suite("tax/disk", 0.1).unwrap_err().to_string().contains("compute, fileio"));
-        assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, all"));
+        assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, all"));
+    }
+
+    #[test]
+    fn a_bundle_with_a_second_disk_takes_those_that_can_have_one() {
+        let all = suite("fileio", 0.1).unwrap();
+        for name in subjects("fileio").split(',') {
+            assert!(all[0].fits(&Subject::parse(name).unwrap()), "{name}");
+        }
+        for name in ["native", "tare", "firecracker"] {
+            assert!(!all[0].fits(&Subject::parse(name).unwrap()), "{name}");
+        }
+        assert_eq!(subjects("tax/compute"), "native,qemu,tare");
     }
 
     #[test]

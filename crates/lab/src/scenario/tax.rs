@@ -79,8 +79,8 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
     let room = if file_mib <= 128 { 512 } else { 512 + 2 * file_mib };
     let limit_seconds = 20 + 18 * seconds;
     vec![
-        Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, limit_seconds },
-        Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, limit_seconds },
+        Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, limit_seconds, disk: None },
+        Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, limit_seconds, disk: None },
     ]
 }
 
@@ -127,7 +127,7 @@ pub fn figures(steps: &[Step], sample: &Sample) -> Result<Vec<(&'static str, Fig
         let events = figures.iter().find(|figure| figure.metric == "events").map(|figure| figure.value);
         let exits = sample.exits(Some(&format!("begin {}", step.mark)), &format!("end {}", step.mark));
         out.extend(figures.into_iter().map(|figure| (step.workload, figure)));
-        if let (Test::FileIo, Some(events), Some(exits)) = (step.test, events, exits) {
+        if let (Test::FileIo | Test::Fio, Some(events), Some(exits)) = (step.test, events, exits) {
             let each = exits.total as f64 / events.max(1.0);
             out.push((step.workload, Figure::new("exits per request", "", Better::Lower, each)));
         }
