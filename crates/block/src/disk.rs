@@ -337,6 +337,25 @@ impl Disk {
         }
     }
 
+    /// As [`Disk::commit`], for a caller with nothing else to do: where much is in flight it may sleep some tens of
+    /// microseconds, until a good part of it is done, since answers taken together cost less than one by one.
+    pub fn linger(&mut self) {
+        match &mut self.body {
+            Body::Raw(raw) => raw.storage_mut().linger(),
+            Body::Qcow2(handle) => handle.linger(),
+        }
+    }
+
+    /// Says in which memory most requests will have their bytes, so that the host has to look it up only once (io_uring's
+    /// registered buffers). To be called after [`Disk::attach`] with nothing in flight. The memory has to stay mapped, at
+    /// its place, until [`Disk::detach`]. A host that refuses serves requests as before.
+    pub fn lend(&mut self, memory: &[Seg]) {
+        match &mut self.body {
+            Body::Raw(raw) => raw.storage_mut().lend(memory),
+            Body::Qcow2(handle) => handle.lend(memory),
+        }
+    }
+
     /// Appends the completions there are to `done`; makes no system call unless a request has to be continued.
     pub fn reap(&mut self, done: &mut Vec<Completion>) {
         match &mut self.body {

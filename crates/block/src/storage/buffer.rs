@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Memory for I/O of our own: aligned for direct I/O, and copies between it and borrowed segments. Used by the formats for
-//! tables and for the bytes around a write.
+//! tables and for the bytes around a write, by tools for the bytes of their requests.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::io;
 use std::ptr::NonNull;
 
 use base::Seg;
+use base::mmap::Mmap;
 
 /// Every buffer starts at a multiple of this; no device wants more.
 const ALIGN: usize = 4096;
+/// A huge page, bytes.
+const HUGE: usize = 2 << 20;
 
 /// Zero-initialised memory that starts at a multiple of 4096.
 ///
@@ -18,6 +21,8 @@ const ALIGN: usize = 4096;
 pub struct AlignedBuf {
     ptr: NonNull<u8>,
     len: usize,
+    /// Where a large one lies; otherwise it is on the heap.
+    mapping: Option<Mmap>,
 }
 
 // SAFETY: the memory belongs to this value alone and has no thread affinity.
@@ -35,7 +40,23 @@ impl AlignedBuf {
         // SAFETY: the layout's size is not zero, `layout` sees to it.
         let ptr = unsafe { alloc_zeroed(layout) };
         let ptr = NonNull::new(ptr).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        Ok(Self { ptr, len: len.max(1) })
+        Ok(Self { ptr, len: len.max(1), mapping: None })
+    }
+
+    /// The same for the bytes of many requests: from half a huge page on it lies in huge pages where the host has them, so
+    /// that a request is one run of the host's memory, and not one for each 4 KiB.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn large(len: usize) -> io::Result<Self> {
+        if len < HUGE / 2 {
+            return Self::zeroed(len);
+        }
+        let whole = len.checked_next_multiple_of(HUGE).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let mapping = Mmap::anonymous_aligned(whole, HUGE)?;
+        mapping.advise_huge_pages();
+        let ptr = NonNull::new(mapping.as_ptr()).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        Ok(Self { ptr, len, mapping: Some(mapping) })
     }
 
     /// The bytes of `data`, followed by zeroes up to `len`.
@@ -55,11 +76,19 @@ impl AlignedBuf {
     }
 
     /// Bytes in it.
+    #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
+    /// Whether it is empty; it never is.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// The bytes.
+    #[must_use]
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: ptr is valid for len initialised bytes that only this value owns; lenders promise to wait (see the type).
         unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
@@ -72,6 +101,7 @@ impl AlignedBuf {
     }
 
     /// The bytes from `at` on as a segment to lend; cut off at the end.
+    #[must_use]
     pub fn seg(&self, at: usize, len: usize) -> Seg {
         let at = at.min(self.len);
         Seg { ptr: self.ptr.as_ptr().wrapping_add(at), len: len.min(self.len - at) }
@@ -80,6 +110,9 @@ impl AlignedBuf {
 
 impl Drop for AlignedBuf {
     fn drop(&mut self) {
+        if self.mapping.is_some() {
+            return;
+        }
         if let Ok(layout) = Self::layout(self.len) {
             // SAFETY: ptr came from alloc_zeroed with this layout; nobody else has it.
             unsafe { dealloc(self.ptr.as_ptr(), layout) };

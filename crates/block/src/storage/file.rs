@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use base::EventFd;
+use base::{EventFd, Seg};
 
 use crate::disk::{Completion, Op, Request};
 use crate::open::OpenFile;
@@ -363,6 +363,26 @@ impl FileStorage {
             Back::Uring(ring) => ring.commit(),
             Back::Threads(pool) => pool.commit(),
         }
+    }
+
+    /// See [`crate::Disk::lend`].
+    pub fn lend(&mut self, memory: &[Seg]) {
+        if let Back::Uring(ring) = &mut self.back {
+            ring.lend(memory);
+        }
+    }
+
+    /// See [`crate::Disk::linger`].
+    pub fn linger(&mut self) {
+        match &mut self.back {
+            Back::Uring(ring) if self.ready.is_empty() => ring.linger(),
+            _ => self.commit(),
+        }
+    }
+
+    /// Requests that a back end has.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
     }
 
     /// See [`crate::Disk::reap`].

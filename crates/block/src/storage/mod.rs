@@ -15,7 +15,7 @@ pub mod uring;
 
 use std::io;
 
-use base::EventFd;
+use base::{EventFd, Seg};
 
 use crate::disk::{Completion, Op, Request};
 
@@ -90,6 +90,26 @@ impl Storage {
             Self::Mem(_) | Self::Record(_) | Self::Gone => {}
             Self::Faults(s) => s.commit(),
         }
+    }
+
+    /// See [`crate::Disk::linger`].
+    pub fn linger(&mut self) {
+        match self {
+            Self::File(s) => s.linger(),
+            other => other.commit(),
+        }
+    }
+
+    /// See [`crate::Disk::lend`].
+    pub fn lend(&mut self, memory: &[Seg]) {
+        if let Self::File(s) = self {
+            s.lend(memory);
+        }
+    }
+
+    /// Requests that wait for the host.
+    pub fn in_flight(&self) -> usize {
+        if let Self::File(s) = self { s.in_flight() } else { 0 }
     }
 
     /// See [`crate::Disk::reap`].

@@ -5,23 +5,38 @@
 //! Completions need no system call to be seen: without `DEFER_TASKRUN` the kernel posts them when the worker next enters or
 //! sleeps in the kernel, and writes the worker's eventfd, which the worker sleeps on anyway. While the worker is up the
 //! eventfd is switched off in the shared ring.
+//!
+//! Many requests in flight end in small groups, and each group answered by itself costs a wake, a call and a kick of the
+//! device, which makes the next groups smaller still. [`Uring::linger`] lets a group grow for some microseconds first.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use base::{EventFd, Seg};
 use io_uring::{IoUring, opcode, squeue, types};
 
 use crate::disk::{Completion, Op, Request};
 
+use super::patience::Patience;
 use super::sys;
 
 /// Entries of the submission queue; a longer batch takes another system call.
 const ENTRIES: u32 = 128;
 /// Longest single segment handed over at once, in bytes; the rest follows when it is done.
 const LONGEST: u64 = 1 << 30;
+/// So many requests in flight are worth waiting for several of them.
+const MANY: usize = 8;
+/// One in so many of them is waited for.
+const PART: usize = 4;
+/// Longest such wait.
+const LINGER: Duration = Duration::from_micros(60);
+/// Longest piece of memory that the kernel registers, bytes.
+const LONGEST_REGION: usize = 1 << 30;
+/// `IORING_ENTER_GETEVENTS`.
+const GETEVENTS: u32 = 1;
 /// The file's place in the ring's table.
 const FILE: types::Fixed = types::Fixed(0);
 
@@ -36,6 +51,8 @@ struct Flight {
     segs: Vec<Seg>,
     /// What is left of it, after a short transfer; must stay put until the kernel has taken the entry.
     rest: Vec<Seg>,
+    /// The registered memory that all of it lies in.
+    region: Option<u16>,
 }
 
 /// A ring and what flies in it.
@@ -53,6 +70,10 @@ pub struct Uring {
     short: Vec<u16>,
     in_flight: usize,
     broken: bool,
+    /// Memory that the ring knows, in the order of its table.
+    regions: Vec<Seg>,
+    /// Whether lingering pays; `None` on kernels that can't wait for a limited time.
+    patience: Option<Patience>,
 }
 
 impl std::fmt::Debug for Uring {
@@ -105,7 +126,10 @@ impl Uring {
         }
         ring.submitter().register_files(&[file.as_raw_fd()])?;
         ring.submitter().register_eventfd(wake.as_raw_fd())?;
+        let patience = ring.params().is_feature_ext_arg().then(Patience::default);
         Ok(Self {
+            regions: Vec::new(),
+            patience,
             ring,
             file: Arc::clone(file),
             block_device,
@@ -118,6 +142,29 @@ impl Uring {
         })
     }
 
+    /// Registers memory that requests will come with; see [`crate::Disk::lend`]. Without it they are served all the same.
+    pub fn lend(&mut self, memory: &[Seg]) {
+        let fits = memory.iter().all(|s| s.len > 0 && s.len <= LONGEST_REGION) && memory.len() <= usize::from(u16::MAX);
+        if self.in_flight > 0 || !self.regions.is_empty() || memory.is_empty() || !fits {
+            return;
+        }
+        let table: Vec<libc::iovec> =
+            memory.iter().map(|s| libc::iovec { iov_base: s.ptr.cast(), iov_len: s.len }).collect();
+        // SAFETY: the memory is mapped, and stays mapped where it is until this ring is dropped, by the promise that comes
+        // with `Disk::lend`; the ring is dropped by `detach`.
+        if unsafe { self.ring.submitter().register_buffers(&table) }.is_ok() {
+            self.regions = memory.to_vec();
+        }
+    }
+
+    /// The registered memory that holds all of the request.
+    fn region(&self, segs: &[Seg]) -> Option<u16> {
+        let [seg] = segs else { return None };
+        let from = seg.ptr as usize;
+        let holds = |r: &Seg| (r.ptr as usize..=r.ptr as usize + r.len - seg.len.min(r.len)).contains(&from);
+        self.regions.iter().position(|r| seg.len <= r.len && holds(r)).map(|at| at as u16)
+    }
+
     /// Queues a request.
     pub fn submit(&mut self, request: &Request<'_>) {
         let Request { id, op, offset, len, segs } = *request;
@@ -128,11 +175,13 @@ impl Uring {
             return;
         }
         let index = usize::from(id);
+        let region = self.region(segs);
         if index >= self.flights.len() {
             self.flights.resize_with(index + 1, Flight::default);
         }
         let Some(flight) = self.flights.get_mut(index) else { return };
         flight.op = Some(op);
+        flight.region = region;
         (flight.offset, flight.len, flight.done) = (offset, len, 0);
         flight.segs.clear();
         flight.segs.extend_from_slice(segs);
@@ -180,6 +229,31 @@ impl Uring {
         }
     }
 
+    /// As [`Self::commit`], and where much is in flight, sleeps in the same call until a part of it is done, at most
+    /// [`LINGER`]. Backs off where that time passes in vain.
+    pub fn linger(&mut self) {
+        let worth = self.in_flight >= MANY && self.early.is_empty() && !self.broken;
+        if !worth || !self.patience.as_mut().is_some_and(Patience::try_now) {
+            return self.commit();
+        }
+        let want = self.in_flight / PART;
+        let limit = types::Timespec::from(LINGER);
+        let arguments = types::SubmitArgs::new().timespec(&limit);
+        // An error says that the time is over, or `commit` will meet it again and deal with it.
+        if let Ok(taken) = self.ring.submitter().submit_with_args(want, &arguments) {
+            self.pushed.drain(..taken.min(self.pushed.len()));
+        }
+        let came = self.ring.completion().len() >= want;
+        if let Some(patience) = &mut self.patience {
+            if came {
+                patience.good();
+            } else {
+                patience.bad();
+            }
+        }
+        self.commit();
+    }
+
     /// The kernel takes no more entries: fails those it has not seen, and never submits again, so that it never will.
     fn give_up(&mut self, errno: i32) {
         self.broken = true;
@@ -195,7 +269,6 @@ impl Uring {
 
     /// Sleeps until the kernel has posted a completion, and keeps it for the next [`Self::reap`].
     fn wait_one(&mut self) {
-        const GETEVENTS: u32 = 1;
         if self.ring.completion().is_empty() {
             // SAFETY: nothing is submitted (count 0) and no argument is passed, so the kernel reads no memory of ours.
             let waited = unsafe { self.ring.submitter().enter::<libc::sigset_t>(0, 1, GETEVENTS, None) };
@@ -220,15 +293,26 @@ impl Uring {
 
     /// Moves completions from the ring to `done`, and what is not complete to `short`.
     fn collect(&mut self, done: &mut Vec<Completion>) {
-        for cqe in self.ring.completion() {
-            let id = cqe.user_data() as u16;
-            let Some(flight) = self.flights.get_mut(usize::from(id)) else { continue };
-            match flight.advance(cqe.result()) {
-                Some(result) => {
-                    self.in_flight = self.in_flight.saturating_sub(1);
-                    done.push(Completion { id, result });
+        loop {
+            for cqe in self.ring.completion() {
+                let id = cqe.user_data() as u16;
+                let Some(flight) = self.flights.get_mut(usize::from(id)) else { continue };
+                match flight.advance(cqe.result()) {
+                    Some(result) => {
+                        self.in_flight = self.in_flight.saturating_sub(1);
+                        done.push(Completion { id, result });
+                    }
+                    None => self.short.push(id),
                 }
-                None => self.short.push(id),
+            }
+            if !self.ring.submission().cq_overflow() {
+                return;
+            }
+            // More was done than the ring has places for: the kernel puts in the rest when it is asked, and never else.
+            // SAFETY: nothing is submitted (count 0) and no argument is passed, so the kernel reads no memory of ours.
+            let asked = unsafe { self.ring.submitter().enter::<libc::sigset_t>(0, 0, GETEVENTS, None) };
+            if asked.is_err_and(|e| e.kind() != io::ErrorKind::Interrupted) {
+                return;
             }
         }
     }
@@ -261,8 +345,11 @@ impl Uring {
 impl Drop for Uring {
     fn drop(&mut self) {
         // The kernel takes a ring apart some time after it is closed; until then its file table would keep the image
-        // locked. The only failure is a table that is not there.
+        // locked, and its buffer table memory that was given back. The only failure is a table that is not there.
         let _ = self.ring.submitter().unregister_files();
+        if !self.regions.is_empty() {
+            let _ = self.ring.submitter().unregister_buffers();
+        }
     }
 }
 
@@ -272,15 +359,18 @@ impl Flight {
         let offset = self.offset + self.done;
         let iov = segs.as_ptr().cast::<libc::iovec>();
         let count = segs.len().min(sys::MAX_SEGS) as u32;
-        match (self.op, segs.as_slice()) {
-            (Some(Op::Read), [one]) => {
-                opcode::Read::new(FILE, one.ptr, (one.len as u64).min(LONGEST) as u32).offset(offset).build()
+        let len = |one: &Seg| (one.len as u64).min(LONGEST) as u32;
+        match (self.op, segs.as_slice(), self.region) {
+            (Some(Op::Read), [one], Some(r)) => {
+                opcode::ReadFixed::new(FILE, one.ptr, len(one), r).offset(offset).build()
             }
-            (Some(Op::Write), [one]) => {
-                opcode::Write::new(FILE, one.ptr, (one.len as u64).min(LONGEST) as u32).offset(offset).build()
+            (Some(Op::Write), [one], Some(r)) => {
+                opcode::WriteFixed::new(FILE, one.ptr, len(one), r).offset(offset).build()
             }
-            (Some(Op::Read), _) => opcode::Readv::new(FILE, iov, count).offset(offset).build(),
-            (Some(Op::Write), _) => opcode::Writev::new(FILE, iov, count).offset(offset).build(),
+            (Some(Op::Read), [one], None) => opcode::Read::new(FILE, one.ptr, len(one)).offset(offset).build(),
+            (Some(Op::Write), [one], None) => opcode::Write::new(FILE, one.ptr, len(one)).offset(offset).build(),
+            (Some(Op::Read), ..) => opcode::Readv::new(FILE, iov, count).offset(offset).build(),
+            (Some(Op::Write), ..) => opcode::Writev::new(FILE, iov, count).offset(offset).build(),
             _ => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
         }
     }

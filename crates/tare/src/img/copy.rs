@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 
 use base::{EventFd, Seg};
-use block::{Completion, Disk, ExtentKind, Op, Request};
+use block::{AlignedBuf, Completion, Disk, ExtentKind, Op, Request};
 
 use super::interrupt;
 use super::progress::Progress;
@@ -21,7 +21,6 @@ const SLOTS: u16 = 4;
 const RUNS: u16 = 128;
 /// Extents are asked for so many bytes at a time.
 pub const WINDOW: u64 = 64 << 30;
-const ALIGN: usize = 4096;
 
 /// What to do.
 pub struct Job<'a> {
@@ -155,8 +154,7 @@ struct Mover<'d> {
     from: &'d mut Disk,
     to: &'d mut Disk,
     wake: EventFd,
-    bytes: Vec<u8>,
-    start: usize,
+    bytes: AlignedBuf,
     slots: [Slot; SLOTS as usize],
     free: Vec<u16>,
     reads: Vec<Completion>,
@@ -171,24 +169,22 @@ struct Slot {
 
 impl<'d> Mover<'d> {
     fn new(from: &'d mut Disk, to: &'d mut Disk) -> io::Result<Self> {
-        let len = usize::from(SLOTS) * CHUNK as usize + ALIGN;
-        let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        bytes.resize(len, 0);
-        let start = bytes.as_ptr().align_offset(ALIGN);
+        let bytes = AlignedBuf::large(usize::from(SLOTS) * CHUNK as usize)?;
         // Either disk's completions wake this thread.
         let wake = EventFd::new(0)?;
         from.attach(&wake)?;
         to.attach(&wake).inspect_err(|_| from.detach())?;
         from.want_wake(false);
         to.want_wake(false);
+        let memory = [bytes.seg(0, bytes.len())];
+        from.lend(&memory);
+        to.lend(&memory);
         let none = Slot { piece: Piece { offset: 0, len: 0, zero: false }, writes: 0 };
         Ok(Self {
             from,
             to,
             wake,
             bytes,
-            start,
             slots: [none; SLOTS as usize],
             free: (0..SLOTS).collect(),
             reads: Vec::new(),
@@ -228,13 +224,13 @@ impl<'d> Mover<'d> {
     }
 
     fn range(&self, slot: u16, from: usize, len: usize) -> std::ops::Range<usize> {
-        let at = self.start + usize::from(slot) * CHUNK as usize + from;
+        let at = usize::from(slot) * CHUNK as usize + from;
         at..at + len
     }
 
-    fn seg(&mut self, slot: u16, from: usize, len: usize) -> Seg {
+    fn seg(&self, slot: u16, from: usize, len: usize) -> Seg {
         let at = self.range(slot, from, len).start;
-        Seg { ptr: self.bytes.as_mut_ptr().wrapping_add(at), len }
+        self.bytes.seg(at, len)
     }
 
     fn begin(&mut self, slot: u16, piece: Piece) {
@@ -308,7 +304,7 @@ impl<'d> Mover<'d> {
     /// Writes what is not zero of a chunk that was read.
     fn write(&mut self, slot: u16, job: &Job<'_>) {
         let piece = self.piece(slot);
-        let data = self.bytes.get(self.range(slot, 0, piece.len as usize)).unwrap_or_default();
+        let data = self.bytes.bytes().get(self.range(slot, 0, piece.len as usize)).unwrap_or_default();
         let runs = data_runs(data, job.sparse as usize, usize::from(RUNS));
         if let Some(at) = self.slots.get_mut(usize::from(slot)) {
             at.writes = runs.len() as u16;

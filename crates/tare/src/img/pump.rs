@@ -4,8 +4,8 @@
 
 use std::io;
 
-use base::{EventFd, Seg};
-use block::{Completion, Disk, Op, Request};
+use base::EventFd;
+use block::{AlignedBuf, Completion, Disk, Op, Request};
 
 /// Buffers are aligned like this, which is what direct I/O wants on any device.
 const ALIGN: usize = 4096;
@@ -21,8 +21,7 @@ pub struct Pump<'d> {
 
 /// Equal buffers, by slot.
 struct Buffers {
-    bytes: Vec<u8>,
-    start: usize,
+    memory: AlignedBuf,
     each: usize,
     stride: usize,
 }
@@ -30,16 +29,12 @@ struct Buffers {
 impl Buffers {
     fn new(slots: usize, each: usize) -> io::Result<Self> {
         let stride = each.next_multiple_of(ALIGN);
-        let len = slots.checked_mul(stride).and_then(|n| n.checked_add(ALIGN)).ok_or(io::ErrorKind::OutOfMemory)?;
-        let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len).map_err(|_| io::ErrorKind::OutOfMemory)?;
-        bytes.resize(len, 0);
-        let start = bytes.as_ptr().align_offset(ALIGN);
-        Ok(Self { bytes, start, each, stride })
+        let len = slots.checked_mul(stride).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { memory: AlignedBuf::large(len)?, each, stride })
     }
 
     fn range(&self, slot: u16, len: usize) -> std::ops::Range<usize> {
-        let from = self.start + usize::from(slot) * self.stride;
+        let from = usize::from(slot) * self.stride;
         from..from + len.min(self.each)
     }
 }
@@ -54,6 +49,7 @@ impl<'d> Pump<'d> {
         let wake = EventFd::new(0)?;
         disk.attach(&wake)?;
         disk.want_wake(false);
+        disk.lend(&[buffers.memory.seg(0, buffers.memory.len())]);
         Ok(Self { disk, wake, done: Vec::new(), in_flight: 0, buffers })
     }
 
@@ -69,13 +65,13 @@ impl<'d> Pump<'d> {
 
     /// The first `len` bytes of a slot's buffer; only meaningful while the slot has no request in flight.
     pub fn buffer(&self, slot: u16, len: usize) -> &[u8] {
-        self.buffers.bytes.get(self.buffers.range(slot, len)).unwrap_or_default()
+        self.buffers.memory.bytes().get(self.buffers.range(slot, len)).unwrap_or_default()
     }
 
     /// The same, to fill it.
     pub fn buffer_mut(&mut self, slot: u16, len: usize) -> &mut [u8] {
         let range = self.buffers.range(slot, len);
-        self.buffers.bytes.get_mut(range).unwrap_or_default()
+        self.buffers.memory.bytes_mut().get_mut(range).unwrap_or_default()
     }
 
     /// Submits a request whose id is its slot. Reads and writes move `len` bytes, at most a buffer, between disk and buffer.
@@ -83,9 +79,7 @@ impl<'d> Pump<'d> {
         self.in_flight += 1;
         if matches!(op, Op::Read | Op::Write) {
             let len = usize::try_from(len).unwrap_or(usize::MAX).min(self.buffers.each);
-            let from = self.buffers.range(slot, len).start;
-            let ptr = self.buffers.bytes.as_mut_ptr().wrapping_add(from);
-            let segs = [Seg { ptr, len }];
+            let segs = [self.buffers.memory.seg(self.buffers.range(slot, len).start, len)];
             self.disk.submit(&Request { id: slot, op, offset, len: len as u64, segs: &segs });
         } else {
             self.disk.submit(&Request { id: slot, op, offset, len, segs: &[] });
@@ -97,7 +91,7 @@ impl<'d> Pump<'d> {
     /// # Errors
     /// When the eventfd can't be read.
     pub fn wait(&mut self) -> io::Result<std::vec::Drain<'_, Completion>> {
-        self.disk.commit();
+        self.disk.linger();
         self.disk.reap(&mut self.done);
         while self.done.is_empty() && self.in_flight > 0 {
             self.disk.want_wake(true);

@@ -13,9 +13,7 @@ use base::segs::total_len;
 use base::{EventFd, Seg};
 
 use crate::disk::{Completion, Limits, Op, Request};
-use crate::qcow2::format::compress::Decompressor;
 use crate::qcow2::format::crypto::SECTOR;
-use crate::qcow2::format::entry::Compressed;
 use crate::storage::Storage;
 use crate::storage::buffer::{AlignedBuf, gather_into};
 
@@ -24,6 +22,7 @@ use super::cycle;
 use super::image::Image;
 use super::inbox::{Inbox, News, Waiter};
 use super::slab::Slab;
+use super::unpack::{Squeezed, Unpacked, Unpacking};
 use super::write::Alloc;
 use super::zero::Change;
 
@@ -106,7 +105,7 @@ pub enum Tag {
     Part(u32),
     /// A slice of an L2 table of the image at a place.
     Load(usize, u64, AlignedBuf),
-    /// Compressed data for a piece of a task.
+    /// Compressed data.
     Squeezed(Box<Squeezed>),
     /// The data of an allocation.
     Fill(u32),
@@ -137,23 +136,6 @@ pub struct Sealed {
     pub buf: Option<AlignedBuf>,
 }
 
-/// Compressed data on its way.
-#[derive(Debug)]
-pub struct Squeezed {
-    /// For this task.
-    pub task: u32,
-    /// The image's place.
-    pub place: usize,
-    /// Where the wanted bytes begin in the cluster.
-    pub within: usize,
-    /// Where they go.
-    pub segs: Vec<Seg>,
-    /// The data.
-    pub what: Compressed,
-    /// Room for it.
-    pub buf: Option<AlignedBuf>,
-}
-
 /// What a handle has to look at next.
 #[derive(Debug, Default)]
 struct Todo {
@@ -165,17 +147,15 @@ struct Todo {
     late: Vec<(u32, i32)>,
     landed: Vec<Completion>,
     news: Vec<News>,
+    /// Clusters that were unpacked elsewhere.
+    unpacked: Vec<Unpacked>,
 }
 
-/// Decompressors, and the cluster that was decompressed last.
-#[derive(Debug)]
-pub struct Unpacked {
-    /// By place in the chain, made on first use.
-    pub decompressors: Vec<Option<Decompressor>>,
-    /// The image's place and the offset of the compressed data.
-    pub key: Option<(usize, u64)>,
-    /// The bytes.
-    pub bytes: Vec<u8>,
+impl Todo {
+    /// Nothing that could go on now, landed pieces aside.
+    fn nothing(&self) -> bool {
+        self.news.is_empty() && self.ready.is_empty() && self.late.is_empty() && self.unpacked.is_empty()
+    }
 }
 
 /// One thread's handle.
@@ -195,7 +175,7 @@ pub struct Handle {
     /// Only ever read, so all handles have the same.
     zeroes: Arc<AlignedBuf>,
     pub(super) spare: Vec<AlignedBuf>,
-    pub(super) unpacked: Unpacked,
+    pub(super) unpacking: Unpacking,
     closed: Option<i32>,
 }
 
@@ -220,7 +200,7 @@ impl Handle {
     /// No memory, or a storage that can't be shared.
     pub fn new(chain: Chain) -> io::Result<Self> {
         let zeroes = Arc::new(AlignedBuf::zeroed(ZEROES)?);
-        Self::of(Arc::new(chain), Arc::default(), zeroes)
+        Self::of(Arc::new(chain), Arc::default(), zeroes, Unpacking::default())
     }
 
     /// Another one.
@@ -228,19 +208,21 @@ impl Handle {
     /// # Errors
     /// As [`Handle::new`].
     pub fn share(&self) -> io::Result<Self> {
-        Self::of(Arc::clone(&self.chain), Arc::clone(&self.users), Arc::clone(&self.zeroes))
+        let (chain, users) = (Arc::clone(&self.chain), Arc::clone(&self.users));
+        Self::of(chain, users, Arc::clone(&self.zeroes), self.unpacking.share())
     }
 
-    fn of(chain: Arc<Chain>, users: Arc<AtomicUsize>, zeroes: Arc<AlignedBuf>) -> io::Result<Self> {
+    fn of(
+        chain: Arc<Chain>,
+        users: Arc<AtomicUsize>,
+        zeroes: Arc<AlignedBuf>,
+        unpacking: Unpacking,
+    ) -> io::Result<Self> {
         let unsupported = || io::Error::from_raw_os_error(libc::EOPNOTSUPP);
         let files = chain.files.iter().map(|f| f.share().ok_or_else(unsupported)).collect::<io::Result<Vec<_>>>()?;
         users.fetch_add(1, Ordering::SeqCst);
         Ok(Self {
-            unpacked: Unpacked {
-                decompressors: chain.places.iter().map(|_| None).collect(),
-                key: None,
-                bytes: Vec::new(),
-            },
+            unpacking,
             chain,
             users,
             files,
@@ -378,6 +360,28 @@ impl Handle {
         }
     }
 
+    /// See [`crate::Disk::linger`].
+    pub fn linger(&mut self) {
+        let idle = self.done.is_empty() && !self.inbox.any() && !self.unpacking.any();
+        let busiest = self.files.iter().enumerate().max_by_key(|(_, f)| f.in_flight()).map(|(at, _)| at);
+        self.sent = false;
+        for (at, file) in self.files.iter_mut().enumerate() {
+            if !idle || Some(at) != busiest {
+                file.commit();
+            }
+        }
+        if let Some(file) = busiest.filter(|_| idle).and_then(|at| self.files.get_mut(at)) {
+            file.linger();
+        }
+    }
+
+    /// See [`crate::Disk::lend`].
+    pub fn lend(&mut self, memory: &[Seg]) {
+        for file in &mut self.files {
+            file.lend(memory);
+        }
+    }
+
     /// See [`crate::Disk::reap`].
     pub fn reap(&mut self, done: &mut Vec<Completion>) {
         self.pump();
@@ -398,9 +402,8 @@ impl Handle {
             for file in &mut self.files {
                 file.reap(&mut landed);
             }
-            self.inbox.take(&mut self.todo.news);
-            if landed.is_empty() && self.todo.news.is_empty() && self.todo.ready.is_empty() && self.todo.late.is_empty()
-            {
+            self.inbox.take(&mut self.todo.news, &mut self.todo.unpacked);
+            if landed.is_empty() && self.todo.nothing() {
                 self.todo.landed = landed;
                 if self.sent {
                     self.commit();
@@ -417,6 +420,9 @@ impl Handle {
                 self.hear(task, outcome);
             }
             self.todo.news = news;
+            for unpacked in std::mem::take(&mut self.todo.unpacked) {
+                self.unpacked(unpacked);
+            }
             for (task, errno) in std::mem::take(&mut self.todo.late) {
                 self.part_done(task, errno);
             }

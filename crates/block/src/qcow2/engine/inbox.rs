@@ -6,10 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::EventFd;
 
+use super::unpack::Unpacked;
+
 /// The news for one handle.
 #[derive(Debug, Default)]
 pub struct Inbox {
     news: Mutex<Vec<News>>,
+    unpacked: Mutex<Vec<Unpacked>>,
     any: AtomicBool,
     wake: Mutex<Option<EventFd>>,
 }
@@ -51,6 +54,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Inbox {
     fn put(&self, news: News) {
         lock(&self.news).push(news);
+        self.tell();
+    }
+
+    /// A thread has unpacked a cluster for the handle.
+    pub fn unpacked(&self, unpacked: Unpacked) {
+        lock(&self.unpacked).push(unpacked);
+        self.tell();
+    }
+
+    fn tell(&self) {
         if !self.any.swap(true, Ordering::SeqCst)
             && let Some(wake) = &*lock(&self.wake)
         {
@@ -64,12 +77,18 @@ impl Inbox {
         *lock(&self.wake) = wake;
     }
 
-    /// Moves the news to `out`; cheap when there are none.
-    pub fn take(&self, out: &mut Vec<News>) {
+    /// Whether the handle's thread can be woken.
+    pub fn can_wake(&self) -> bool {
+        lock(&self.wake).is_some()
+    }
+
+    /// Moves what there is to `news` and `unpacked`; cheap when there is nothing.
+    pub fn take(&self, news: &mut Vec<News>, unpacked: &mut Vec<Unpacked>) {
         if self.any.load(Ordering::SeqCst) {
-            let mut news = lock(&self.news);
+            // What is put from here on sets it again.
             self.any.store(false, Ordering::SeqCst);
-            out.append(&mut news);
+            news.append(&mut lock(&self.news));
+            unpacked.append(&mut lock(&self.unpacked));
         }
     }
 

@@ -16,5 +16,6 @@ mod refs;
 mod side;
 mod slab;
 mod tools;
+mod unpack;
 mod write;
 mod zero;

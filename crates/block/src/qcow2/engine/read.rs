@@ -4,13 +4,12 @@
 use std::sync::Arc;
 
 use crate::disk::Op;
-use crate::qcow2::format::compress::Decompressor;
 use crate::qcow2::format::crypto::SECTOR;
 use crate::qcow2::format::entry::{Compressed, Mapping};
 use crate::storage::buffer::{AlignedBuf, cut, fill_zero, scatter, transform};
 
 use super::chain::{Chain, Layer};
-use super::handle::{Handle, Sealed, Squeezed, State, Tag, Task};
+use super::handle::{Handle, Sealed, State, Tag, Task};
 use super::image::{Image, Look};
 
 /// Where a run of guest bytes is.
@@ -143,8 +142,7 @@ impl Handle {
                 Found::Squeezed(place, what, within) => {
                     cut(&task.segs, at, len, &mut segs);
                     task.cursor += len;
-                    let within = within as usize;
-                    self.read_squeezed(task, Squeezed { task: index, place, within, segs, what, buf: None });
+                    self.read_squeezed((index, task), place, what, within, segs);
                     if task.pending >= 31 {
                         break;
                     }
@@ -252,53 +250,8 @@ impl Handle {
         self.part_done(what.task, errno);
     }
 
-    fn read_squeezed(&mut self, task: &mut Task, mut what: Squeezed) {
-        if self.unpacked.key == Some((what.place, what.what.host)) {
-            scatter(self.unpacked.bytes.get(what.within..).unwrap_or_default(), &what.segs);
-            return;
-        }
-        let file = self.chain.places.get(what.place).map_or(0, |p| p.file);
-        let Compressed { host, len } = what.what;
-        let len = len.min(self.file_end(file).saturating_sub(host));
-        match AlignedBuf::zeroed(len as usize) {
-            Ok(buf) if len > 0 => {
-                let segs = [buf.seg(0, len as usize)];
-                what.buf = Some(buf);
-                task.pending += 1;
-                self.issue(file, Tag::Squeezed(Box::new(what)), Op::Read, host, len, &segs);
-            }
-            _ => task.errno = libc::EIO,
-        }
-    }
-
-    /// Compressed data has arrived.
-    pub(super) fn unsqueeze(&mut self, what: Squeezed, errno: i32) {
-        let mut errno = errno;
-        if errno == 0 && self.unpack(&what).is_none() {
-            errno = libc::EIO;
-        }
-        if errno == 0 {
-            scatter(self.unpacked.bytes.get(what.within..).unwrap_or_default(), &what.segs);
-        }
-        self.part_done(what.task, errno);
-    }
-
-    fn unpack(&mut self, what: &Squeezed) -> Option<()> {
-        let chain = Arc::clone(&self.chain);
-        let image = Self::image_at(&chain, what.place)?;
-        let slot = self.unpacked.decompressors.get_mut(what.place)?;
-        if slot.is_none() {
-            *slot = Some(Decompressor::new(image.compression).ok()?);
-        }
-        self.unpacked.key = None;
-        self.unpacked.bytes.resize(image.layout.cluster_size() as usize, 0);
-        slot.as_mut()?.run(what.buf.as_ref()?.bytes(), &mut self.unpacked.bytes).ok()?;
-        self.unpacked.key = Some((what.place, what.what.host));
-        Some(())
-    }
-
     /// Bytes that can be read of a file of the chain.
-    fn file_end(&self, file: usize) -> u64 {
+    pub(super) fn file_end(&self, file: usize) -> u64 {
         self.chain.ends.get(file).copied().unwrap_or(0)
     }
 
