@@ -13,4 +13,5 @@ mod kernels;
 mod lab;
 mod leftovers;
 mod machine;
+mod network;
 mod refusals;
