@@ -34,7 +34,7 @@ pub fn check(tree: &Tree, house: &House) -> Result<Vec<Finding>> {
 }
 
 fn is_member_manifest(path: &str) -> bool {
-    path.ends_with("/Cargo.toml") && !path.starts_with("fuzz/")
+    path.ends_with("/Cargo.toml") && !path.starts_with("fuzz/") && !path.starts_with("peers/")
 }
 
 /// A promising crate's root must carry the attribute.

@@ -13,7 +13,7 @@ use crate::tree::Tree;
 /// The release of cargo-deny that `deny.toml` is written for.
 const DENY_VERSION: &str = "0.20.2";
 /// Workspaces of their own that the checks of `fmt` cover too.
-const OTHER_WORKSPACES: &[&str] = &["fuzz/Cargo.toml"];
+const OTHER_WORKSPACES: &[&str] = &["fuzz/Cargo.toml", "peers/imago/Cargo.toml"];
 
 /// `cargo fmt --check` for the workspace and those beside it.
 pub fn fmt(tree: &Tree, _house: &House) -> Result<Vec<Finding>> {

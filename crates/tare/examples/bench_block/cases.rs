@@ -99,6 +99,21 @@ pub fn all(asked: &Asked) -> Vec<Case> {
 }
 
 impl Case {
+    /// The ratio of rates that this project promises.
+    pub fn target(&self) -> f64 {
+        match self.work {
+            Work::Cow => 3.0,
+            Work::Scattered if self.write && self.kind.spent_by_writing() && self.kind != Kind::Zeroed => 1.5,
+            _ => 1.0,
+        }
+    }
+
+    /// The same on the raw file, if this is a case of clusters that are all allocated.
+    pub fn on_raw(&self) -> Option<String> {
+        let alike = self.kind == Kind::Full && matches!(self.work, Work::Scattered | Work::Sequential);
+        alike.then(|| Self { kind: Kind::Raw, ..*self }.name())
+    }
+
     /// As in the table.
     pub fn name(&self) -> String {
         let kind = self.kind.name();
@@ -135,6 +150,12 @@ impl Case {
         }
     }
 
+    /// One run through the imago crate, where it has the case.
+    pub fn run_imago(&self, asked: &Asked, folder: &Folder) -> Option<Result<Cost, String>> {
+        asked.imago.as_ref().filter(|_| matches!(self.work, Work::Scattered | Work::Sequential))?;
+        Some(folder.image(self.kind).and_then(|image| self.bench(Side::Imago, asked, &image)))
+    }
+
     fn bench(&self, side: Side, asked: &Asked, image: &Path) -> Result<Cost, String> {
         let step = if self.work == Work::Sequential { self.block } else { far_step(asked.size, self.block) };
         let program_side = if self.work == Work::Cow { Side::Tare } else { side };
@@ -142,11 +163,17 @@ impl Case {
         if self.work == Work::Cow {
             command.arg(if side == Side::Qemu { "--cow=explicit" } else { "--cow=zero-aware" });
         }
-        command.args(["-f", self.kind.format(), "-t", self.cache, "-i", &asked.aio]);
+        command.args(["-f", self.kind.format(), "-t", self.cache]);
+        if side != Side::Imago {
+            command.args(["-i", &asked.aio]);
+        }
         command.args(["-c", &self.count.to_string(), "-d", &self.depth.to_string()]);
         command.args(["-s", &self.block.to_string(), "-S", &step.to_string()]);
         if self.write {
-            command.args(["-w", "--pattern=90"]);
+            command.arg("-w");
+            if side != Side::Imago {
+                command.arg("--pattern=90");
+            }
         }
         let ended = measure::run(command.arg(image))?;
         let seconds = ended
@@ -179,6 +206,7 @@ fn program(side: Side, asked: &Asked, what: &str) -> Command {
             command.args(["img", what]);
             command
         }
+        Side::Imago => Command::new(asked.imago.as_deref().unwrap_or(Path::new("bench-imago"))),
     }
 }
 

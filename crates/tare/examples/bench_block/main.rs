@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `make bench-block`: tare's disk engine beside QEMU's, in turn in one run, on one file system, as ratios.
 //!
-//! `bench_block [--dir DIR] [--pairs N] [--size MIB] [--scale X] [--aio io_uring|threads] [--json FILE] [--only TEXT] [--tare FILE]`
+//! `bench_block [--dir DIR] [--pairs N] [--size MIB] [--scale X] [--aio io_uring|threads] [--json FILE] [--only TEXT] [--tare FILE]
+//! [--imago FILE]`
 //! runs each case as pairs (one run by QEMU, one by tare, the order changing from pair to pair) and prints medians: rate,
-//! tare's rate over QEMU's, processor time of one operation, and its ratio. A case that fails is a line that says so, and
+//! tare's rate over QEMU's, processor time of one operation, and its ratio; then which promised ratios were missed, and how allocated clusters compare
+//! with the raw file. With `--imago` (the program in peers/imago) each turn has a third run, through the imago crate. A case that fails is a line that says so, and
 //! exit code 1.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -33,6 +35,8 @@ pub struct Asked {
     only: Option<String>,
     /// The program under test.
     pub tare: PathBuf,
+    /// The program that uses the imago crate.
+    pub imago: Option<PathBuf>,
 }
 
 fn asked() -> Result<Asked, String> {
@@ -45,6 +49,7 @@ fn asked() -> Result<Asked, String> {
         json: None,
         only: None,
         tare: "target/release/tare".into(),
+        imago: None,
     };
     let mut arguments = std::env::args().skip(1);
     while let Some(name) = arguments.next() {
@@ -59,6 +64,7 @@ fn asked() -> Result<Asked, String> {
             "--json" => asked.json = Some(value.into()),
             "--only" => asked.only = Some(value),
             "--tare" => asked.tare = value.into(),
+            "--imago" => asked.imago = Some(value.into()),
             _ => return Err(format!("{name} is no option of this benchmark")),
         }
     }
@@ -73,7 +79,7 @@ struct Row {
 
 /// Runs both sides in turn and keeps the pairs.
 fn take(case: &Case, asked: &Asked, folder: &Folder) -> Result<Figures, String> {
-    let mut pairs = Vec::new();
+    let (mut pairs, mut imago) = (Vec::new(), Vec::new());
     for pair in 0..asked.pairs {
         let mut costs: [Option<Cost>; 2] = [None, None];
         let order = if pair % 2 == 0 { [Side::Qemu, Side::Tare] } else { [Side::Tare, Side::Qemu] };
@@ -83,8 +89,11 @@ fn take(case: &Case, asked: &Asked, folder: &Folder) -> Result<Figures, String> 
         if let [Some(qemu), Some(tare)] = costs {
             pairs.push((qemu, tare));
         }
+        if let Some(cost) = case.run_imago(asked, folder) {
+            imago.push(cost?);
+        }
     }
-    Ok(Figures::of(&pairs))
+    Ok(Figures::of(&pairs, &imago))
 }
 
 fn main() -> ExitCode {
@@ -120,6 +129,7 @@ fn main() -> ExitCode {
          operation: less is better).\nConvert and check count bytes of the image by the MiB.",
         asked.pairs, asked.aio
     );
+    judge(&rows);
     if let Some(path) = &asked.json {
         let all: Vec<_> = rows.iter().map(Row::json).collect();
         let text = serde_json::json!({ "aio": asked.aio, "pairs": asked.pairs, "size": asked.size, "cases": all });
@@ -131,14 +141,42 @@ fn main() -> ExitCode {
     if rows.iter().any(|row| row.outcome.is_err()) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }
 
+/// Says which promised ratios were missed.
+fn judge(rows: &[Row]) {
+    let rate = |row: &Row| row.outcome.as_ref().map(|f| f.rate_ratio).unwrap_or(0.0);
+    for row in rows.iter().filter(|row| rate(row) < row.case.target()) {
+        println!("missed: {:<44} {:.2}, promised {:.1}", row.case.name(), rate(row), row.case.target());
+    }
+    let tare = |row: &Row| row.outcome.as_ref().map(|f| f.tare.rate).unwrap_or(0.0);
+    for row in rows {
+        let raw = row.case.on_raw().and_then(|name| rows.iter().find(|r| r.case.name() == name));
+        if let Some(raw) = raw.filter(|raw| tare(raw) > 0.0) {
+            let (ratio, name) = (tare(row) / tare(raw), row.case.name());
+            println!(
+                "{}: {name:<44} {ratio:.2} of the raw file, promised 0.9",
+                if ratio < 0.9 { "missed" } else { "kept" }
+            );
+        }
+    }
+}
+
 impl Row {
     fn line(&self) -> String {
         let name = self.case.name();
         match &self.outcome {
-            Ok(f) => format!(
-                "{name:<44}{:>12.0}{:>12.0}{:>8.2}{:>10.1}{:>10.1}{:>8.2}",
-                f.qemu.rate, f.tare.rate, f.rate_ratio, f.qemu.cpu, f.tare.cpu, f.cpu_ratio
-            ),
+            Ok(f) => {
+                let beside = f.imago.map(|(rate, cpu)| format!("   over imago {rate:.2}, time {cpu:.2}"));
+                format!(
+                    "{name:<44}{:>12.0}{:>12.0}{:>8.2}{:>10.1}{:>10.1}{:>8.2}{}",
+                    f.qemu.rate,
+                    f.tare.rate,
+                    f.rate_ratio,
+                    f.qemu.cpu,
+                    f.tare.cpu,
+                    f.cpu_ratio,
+                    beside.unwrap_or_default()
+                )
+            }
             Err(why) => format!("{name:<44}  failed: {why}"),
         }
     }
@@ -153,6 +191,8 @@ impl Row {
                 "ratio": f.rate_ratio,
                 "ratios": f.ratios,
                 "cpu-ratio": f.cpu_ratio,
+                "promised": self.case.target(),
+                "over-imago": f.imago.map(|(rate, cpu)| serde_json::json!({ "ratio": rate, "cpu-ratio": cpu })),
             }),
             Err(why) => serde_json::json!({ "case": name, "failed": why }),
         }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 pub enum Side {
     Qemu = 0,
     Tare = 1,
+    Imago = 2,
 }
 
 /// What one run came to.
@@ -32,11 +33,14 @@ pub struct Figures {
     pub ratios: Vec<f64>,
     /// Median of the pairs' ratios of processor time.
     pub cpu_ratio: f64,
+    /// Median of tare's rate over imago's, and of its processor time over imago's, where it was asked for.
+    pub imago: Option<(f64, f64)>,
 }
 
 impl Figures {
-    /// Of (QEMU, tare) pairs.
-    pub fn of(pairs: &[(Cost, Cost)]) -> Self {
+    /// Of (QEMU, tare) pairs, and imago's costs in the same order.
+    pub fn of(pairs: &[(Cost, Cost)], imago: &[Cost]) -> Self {
+        let beside = |f: fn(&Cost) -> f64| median(pairs.iter().zip(imago).map(|((_, t), i)| f(t) / f(i)).collect());
         let over = |f: &dyn Fn(&(Cost, Cost)) -> f64| pairs.iter().map(f).collect::<Vec<f64>>();
         let mut ratios = over(&|(q, t)| t.rate / q.rate);
         ratios.sort_by(f64::total_cmp);
@@ -45,6 +49,7 @@ impl Figures {
             tare: Cost { rate: median(over(&|(_, t)| t.rate)), cpu: median(over(&|(_, t)| t.cpu)) },
             rate_ratio: median(ratios.clone()),
             ratios,
+            imago: (!imago.is_empty()).then(|| (beside(|c| c.rate), beside(|c| c.cpu))),
             cpu_ratio: median(over(&|(q, t)| t.cpu / q.cpu)),
         }
     }
