@@ -156,6 +156,8 @@ impl Lane {
         ram.write_bytes(Gpa(at), bytes).unwrap();
         let head = self.queue.send(&[Buf::read(at, bytes.len() as u32), Buf::write(data, room as u32 + 1)]);
         self.sent.insert(head, (data + room as u64, data, room));
+        // An answer that nobody fetched is not this request's.
+        self.replies.remove(&head);
         head
     }
 
