@@ -152,7 +152,9 @@ impl Case {
 
     /// One run through the imago crate, where it has the case.
     pub fn run_imago(&self, asked: &Asked, folder: &Folder) -> Option<Result<Cost, String>> {
-        asked.imago.as_ref().filter(|_| matches!(self.work, Work::Scattered | Work::Sequential))?;
+        // The crate refuses subclusters.
+        let has = matches!(self.work, Work::Scattered | Work::Sequential) && self.kind != Kind::Extended;
+        asked.imago.as_ref().filter(|_| has)?;
         Some(folder.image(self.kind).and_then(|image| self.bench(Side::Imago, asked, &image)))
     }
 
