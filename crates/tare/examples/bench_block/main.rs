@@ -5,7 +5,7 @@
 //! [--imago FILE]`
 //! runs each case as pairs (one run by QEMU, one by tare, the order changing from pair to pair) and prints medians: rate,
 //! tare's rate over QEMU's, processor time of one operation, and its ratio; then which promised ratios were missed, and how allocated clusters compare
-//! with the raw file. With `--imago` (the program in peers/imago) each turn has a third run, through the imago crate. A case that fails is a line that says so, and
+//! with the raw file. Cases through the page cache have a third run, by tare with `aio=auto`, its default. With `--imago` (the program in peers/imago) each turn has a third run, through the imago crate. A case that fails is a line that says so, and
 //! exit code 1.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -79,7 +79,7 @@ struct Row {
 
 /// Runs both sides in turn and keeps the pairs.
 fn take(case: &Case, asked: &Asked, folder: &Folder) -> Result<Figures, String> {
-    let (mut pairs, mut imago) = (Vec::new(), Vec::new());
+    let (mut pairs, mut imago, mut auto) = (Vec::new(), Vec::new(), Vec::new());
     for pair in 0..asked.pairs {
         let mut costs: [Option<Cost>; 2] = [None, None];
         let order = if pair % 2 == 0 { [Side::Qemu, Side::Tare] } else { [Side::Tare, Side::Qemu] };
@@ -89,11 +89,14 @@ fn take(case: &Case, asked: &Asked, folder: &Folder) -> Result<Figures, String> 
         if let [Some(qemu), Some(tare)] = costs {
             pairs.push((qemu, tare));
         }
+        if let Some(cost) = case.run_auto(asked, folder) {
+            auto.push(cost?);
+        }
         if let Some(cost) = case.run_imago(asked, folder) {
             imago.push(cost?);
         }
     }
-    Ok(Figures::of(&pairs, &imago))
+    Ok(Figures::of(&pairs, &imago, &auto))
 }
 
 fn main() -> ExitCode {
@@ -126,8 +129,8 @@ fn main() -> ExitCode {
     }
     println!(
         "\nMedians of {} pairs, aio={}; a ratio is tare over QEMU (rate: more is better, processor time of one \
-         operation: less is better).\nConvert and check count bytes of the image by the MiB.",
-        asked.pairs, asked.aio
+         operation: less is better).\nauto: tare with aio=auto, which serves the page cache with plain calls, over QEMU with aio={}.\nConvert and check count bytes of the image by the MiB.",
+        asked.pairs, asked.aio, asked.aio
     );
     judge(&rows);
     if let Some(path) = &asked.json {
@@ -145,7 +148,9 @@ fn main() -> ExitCode {
 fn judge(rows: &[Row]) {
     let rate = |row: &Row| row.outcome.as_ref().map(|f| f.rate_ratio).unwrap_or(0.0);
     for row in rows.iter().filter(|row| rate(row) < row.case.target()) {
-        println!("missed: {:<44} {:.2}, promised {:.1}", row.case.name(), rate(row), row.case.target());
+        let auto = row.outcome.as_ref().ok().and_then(|f| f.auto);
+        let auto = auto.map(|rate| format!(" (aio=auto: {rate:.2})")).unwrap_or_default();
+        println!("missed: {:<44} {:.2}{auto}, promised {:.1}", row.case.name(), rate(row), row.case.target());
     }
     let tare = |row: &Row| row.outcome.as_ref().map(|f| f.tare.rate).unwrap_or(0.0);
     for row in rows {
@@ -165,9 +170,10 @@ impl Row {
         let name = self.case.name();
         match &self.outcome {
             Ok(f) => {
+                let auto = f.auto.map(|rate| format!("   auto {rate:.2}")).unwrap_or_default();
                 let beside = f.imago.map(|(rate, cpu)| format!("   over imago {rate:.2}, time {cpu:.2}"));
                 format!(
-                    "{name:<44}{:>12.0}{:>12.0}{:>8.2}{:>10.1}{:>10.1}{:>8.2}{}",
+                    "{name:<44}{:>12.0}{:>12.0}{:>8.2}{:>10.1}{:>10.1}{:>8.2}{auto}{}",
                     f.qemu.rate,
                     f.tare.rate,
                     f.rate_ratio,
@@ -190,6 +196,7 @@ impl Row {
                 "tare": { "per-second": f.tare.rate, "cpu-us": f.tare.cpu },
                 "ratio": f.rate_ratio,
                 "ratios": f.ratios,
+                "ratio-with-auto": f.auto,
                 "cpu-ratio": f.cpu_ratio,
                 "promised": self.case.target(),
                 "over-imago": f.imago.map(|(rate, cpu)| serde_json::json!({ "ratio": rate, "cpu-ratio": cpu })),

@@ -12,6 +12,8 @@ pub enum Side {
     Qemu = 0,
     Tare = 1,
     Imago = 2,
+    /// tare with its own choice of calls, `aio=auto`.
+    Auto = 3,
 }
 
 /// What one run came to.
@@ -35,11 +37,13 @@ pub struct Figures {
     pub cpu_ratio: f64,
     /// Median of tare's rate over imago's, and of its processor time over imago's, where it was asked for.
     pub imago: Option<(f64, f64)>,
+    /// Median of the ratios of tare's rate with `aio=auto` over QEMU's, where that is another way.
+    pub auto: Option<f64>,
 }
 
 impl Figures {
-    /// Of (QEMU, tare) pairs, and imago's costs in the same order.
-    pub fn of(pairs: &[(Cost, Cost)], imago: &[Cost]) -> Self {
+    /// Of (QEMU, tare) pairs, and imago's costs and those of `aio=auto` in the same order.
+    pub fn of(pairs: &[(Cost, Cost)], imago: &[Cost], auto: &[Cost]) -> Self {
         let beside = |f: fn(&Cost) -> f64| median(pairs.iter().zip(imago).map(|((_, t), i)| f(t) / f(i)).collect());
         let over = |f: &dyn Fn(&(Cost, Cost)) -> f64| pairs.iter().map(f).collect::<Vec<f64>>();
         let mut ratios = over(&|(q, t)| t.rate / q.rate);
@@ -50,6 +54,8 @@ impl Figures {
             rate_ratio: median(ratios.clone()),
             ratios,
             imago: (!imago.is_empty()).then(|| (beside(|c| c.rate), beside(|c| c.cpu))),
+            auto: (!auto.is_empty())
+                .then(|| median(pairs.iter().zip(auto).map(|((q, _), a)| a.rate / q.rate).collect())),
             cpu_ratio: median(over(&|(q, t)| t.cpu / q.cpu)),
         }
     }

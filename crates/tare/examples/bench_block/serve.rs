@@ -24,7 +24,7 @@ pub fn run(case: &Case, side: Side, asked: &Asked, folder: &Folder, image: &Path
             command.arg("-k").arg(&socket);
             command
         }
-        Side::Tare | Side::Imago => {
+        Side::Tare | Side::Auto | Side::Imago => {
             let mut command = Command::new(&asked.tare);
             command.args(["img", "serve", "-f", format, "-t", case.cache, "-i", &asked.aio]);
             command.arg("--nbd").arg(&socket);

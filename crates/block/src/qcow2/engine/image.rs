@@ -266,6 +266,12 @@ impl Image {
         self.cache.words().ilog2() - per_entry
     }
 
+    /// Whether the cache has room for all slices of the disk.
+    pub fn cached_whole(&self) -> bool {
+        let clusters = self.size().div_ceil(self.layout.cluster_size());
+        clusters.div_ceil(1 << self.slice_bits()) <= self.cache.capacity() as u64
+    }
+
     /// The slice of a guest cluster, and the place of its entry in it.
     pub fn place(&self, cluster: u64) -> (u64, usize) {
         let bits = self.slice_bits();

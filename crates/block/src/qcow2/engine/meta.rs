@@ -180,7 +180,7 @@ impl Meta {
             s.dirty = true;
             self.dirty_slots += 1;
         }
-        if self.dirty_slots > self.slots.len() * 3 / 4 || self.frees.fresh.len() > MANY_FREES {
+        if self.frees.fresh.len() > MANY_FREES {
             self.cycles.wanted = true;
         }
     }
@@ -237,6 +237,10 @@ impl Meta {
         let kept = host_of(mapping);
         self.drop_references(image, old, kept);
         self.dirty(slot);
+        // Room for others before they need it; where all have room, only a flush needs a cycle.
+        if self.dirty_slots > self.slots.len() * 3 / 4 && !image.cached_whole() {
+            self.cycles.wanted = true;
+        }
     }
 
     fn drop_references(&mut self, image: &Image, old: &Mapping, kept: Option<u64>) {
