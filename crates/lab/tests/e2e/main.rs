@@ -10,6 +10,7 @@ mod boots;
 mod disks;
 mod endings;
 mod kernels;
+mod killed;
 mod lab;
 mod leftovers;
 mod machine;
