@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The ground floor: units as types, eventfds, the epoll reactor, listening sockets, mmap RAII and borrowed I/O segments.
+//! The ground floor: units as types, eventfds, descriptors' modes, the epoll reactor, listening sockets, mmap RAII and borrowed I/O segments.
 //!
 //! Every other room may use this one; it uses none of them.
 
 pub mod escape;
+pub mod fd;
 pub mod listen;
 pub mod mmap;
 pub mod reactor;

@@ -46,6 +46,16 @@ fn made(path: &Path, kind: &str, key: &str, more: &str, size: u64, backing: Opti
     qemu_img(&all).unwrap();
 }
 
+/// Opens the disk and changes it; what QEMU then reads at `node` is the model.
+fn changed(options: &Options, node: &Node, path: &Path, model: &mut [u8], rng: &mut Rng, what: &str) {
+    let mut user = User::new(Disk::open(options).unwrap());
+    play(&mut user, model, rng, 60);
+    user.disk.detach();
+    drop(user);
+    assert_eq!(qemu_check_on(node).unwrap(), 0, "{what}");
+    assert!(qemu_read_on(node, path, model.len() as u64).unwrap() == model, "{what}");
+}
+
 /// Random requests, in several segments cut at any byte, on a disk and on the bytes that it should hold.
 fn play(user: &mut User, model: &mut [u8], rng: &mut Rng, count: usize) {
     let sectors = model.len() as u64 / 512;
@@ -120,12 +130,7 @@ fn luks_images_of_all_shapes() {
         (options.qcow2.cow, options.cache) = (cow, cache);
         let mut rng = Rng(900 + n as u64);
         for _ in 0..2 {
-            let mut user = User::new(Disk::open(&options).unwrap());
-            play(&mut user, &mut model, &mut rng, 60);
-            user.disk.detach();
-            drop(user);
-            assert_eq!(qemu_check_on(&node).unwrap(), 0, "{more}");
-            assert!(qemu_read_on(&node, &path, size).unwrap() == model, "{more}");
+            changed(&options, &node, &path, &mut model, &mut rng, more);
         }
     }
 }
@@ -196,12 +201,7 @@ fn chains_with_a_key_for_each_image() {
         let node = Node::encrypted(&layers);
         let options = options(at("top"), &["drei", "zwei", "eins"]);
         for _ in 0..2 {
-            let mut user = User::new(Disk::open(&options).unwrap());
-            play(&mut user, &mut model, &mut rng, 60);
-            user.disk.detach();
-            drop(user);
-            assert_eq!(qemu_check_on(&node).unwrap(), 0, "{more}");
-            assert!(qemu_read_on(&node, at("top"), size).unwrap() == model, "{more}");
+            changed(&options, &node, at("top"), &mut model, &mut rng, more);
         }
     }
     // A plain image over encrypted ones: what it copies from below, in parts of sectors too.

@@ -14,6 +14,7 @@ pub mod sink;
 pub use driver::{Buf, GuestQueue};
 pub use guest::Guest;
 pub use ops::virtqueue_ops;
+pub use qcow2::Rng;
 pub use sink::{RecordingSink, RecordingVector};
 
 use base::Gpa;

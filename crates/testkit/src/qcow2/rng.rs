@@ -31,6 +31,11 @@ impl Rng {
         (self.next() >> 11) % n.max(1)
     }
 
+    /// So many random bytes.
+    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
+        (0..n).map(|_| self.below(256) as u8).collect()
+    }
+
     /// True once in `n` times.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0

@@ -7,6 +7,7 @@ use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use base::EventFd;
+use base::fd::set_nonblocking;
 
 /// What a worker waits for.
 pub struct Sleeper {
@@ -22,7 +23,7 @@ impl Sleeper {
     pub fn new(kicks: Vec<EventFd>) -> io::Result<Self> {
         // Eventfds come non-blocking, for users of epoll; one alone is slept on in the read itself.
         if let [kick] = kicks.as_slice() {
-            blocking(kick, true)?;
+            set_nonblocking(kick, false)?;
         }
         let polled =
             kicks.iter().map(|k| libc::pollfd { fd: k.as_raw_fd(), events: libc::POLLIN, revents: 0 }).collect();
@@ -36,7 +37,7 @@ impl Sleeper {
                 Ok(signals) => signals,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                     // Someone else changed the mode of the shared eventfd; without this the thread would spin.
-                    let _ = blocking(kick, true);
+                    let _ = set_nonblocking(kick, false);
                     0
                 }
                 // A signal: one more round finds nothing and sleeps again.
@@ -69,7 +70,7 @@ impl Drop for Sleeper {
     fn drop(&mut self) {
         if let [kick] = self.kicks.as_slice() {
             // Whoever reads it next expects it as it came. It can't fail: it is open and the first change worked.
-            let _ = blocking(kick, false);
+            let _ = set_nonblocking(kick, true);
         }
     }
 }
@@ -84,20 +85,4 @@ const NICE: libc::c_int = -5;
 pub fn schedule() {
     // SAFETY: no pointers; 0 is the calling thread.
     let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
-}
-
-/// Makes reads of `fd` sleep, or not.
-fn blocking(fd: &EventFd, on: bool) -> io::Result<()> {
-    // SAFETY: no pointers; the descriptor is open since `fd` is borrowed.
-    let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
-    if flags < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let flags = if on { flags & !libc::O_NONBLOCK } else { flags | libc::O_NONBLOCK };
-    // SAFETY: as above.
-    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags) } < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(())
-    }
 }

@@ -140,10 +140,8 @@ pub fn adopt_tap(fd: &OwnedFd) -> Option<bool> {
     if unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNGETIFF, &mut request) } < 0 || request.flags & TAP & 3 == 0 {
         return None;
     }
-    // SAFETY: no pointers.
-    let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
-    // SAFETY: no pointers. The flag belongs to the open file, which is the guest's alone.
-    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) };
+    // It belongs to the open file, which is the guest's alone.
+    base::fd::set_nonblocking(fd, true).ok()?;
     Some(request.flags & libc::IFF_VNET_HDR as u16 != 0)
 }
 

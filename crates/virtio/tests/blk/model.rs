@@ -21,7 +21,7 @@ fn cuts(rng: &mut Rng, len: usize) -> Vec<usize> {
 }
 
 fn run(rig: &mut Rig, seed: u64, rounds: usize, mut model: Vec<u8>) -> Vec<u8> {
-    let rng = &mut Rng(seed);
+    let rng = &mut Rng::new(seed);
     for round in 0..rounds {
         let mut flying: Vec<Flying> = Vec::new();
         for _ in 0..1 + rng.below(16) {
@@ -86,7 +86,7 @@ fn files_in_every_cache_and_aio_mode() {
         for aio in [spec::Aio::Auto, spec::Aio::IoUring, spec::Aio::Threads] {
             seed += 1;
             let path = dir.path().join(format!("{seed}.raw"));
-            let start = Rng(seed).bytes(DISK as usize);
+            let start = Rng::new(seed).bytes(DISK as usize);
             std::fs::write(&path, &start).unwrap();
             let spec = spec::Disk { cache, aio, ..spec::Disk::new(&path) };
             let options = block::Options {

@@ -17,7 +17,7 @@ use crate::several::{BOTH, Several, with_queues};
 const DISK: usize = 256 << 10;
 
 fn memory(queues: u16, threads: DiskThreads) -> (Several, MemImage) {
-    let image = MemImage::new(Rng(77).bytes(DISK));
+    let image = MemImage::new(Rng::new(77).bytes(DISK));
     let device = Blk::new(Disk::in_memory(&image, false), &with_queues(queues, threads));
     (Several::new(device), image)
 }
@@ -112,7 +112,7 @@ fn a_flush_covers_what_was_answered_on_every_queue() {
 /// put there, and reads see nothing else.
 fn histories(rig: &mut Several, rounds: u32, seed: u64) {
     let sectors = DISK / 512;
-    let rng = &mut Rng(seed);
+    let rng = &mut Rng::new(seed);
     let mut model: Vec<u32> = vec![u32::MAX; sectors];
     let stamp = |id: u32| id.to_le_bytes().repeat(128);
     let lanes = rig.lanes.len() as u64;
@@ -308,7 +308,7 @@ fn resets_under_load_leave_nothing_behind() {
         std::fs::write(&path, vec![9; DISK]).unwrap();
         let spec = spec::Disk { path: path.clone(), ..with_queues(4, threads) };
         let mut rig = Several::new(Blk::open(&spec).unwrap().numbered(number));
-        let rng = &mut Rng(3);
+        let rng = &mut Rng::new(3);
         for _ in 0..30 {
             rig.device.reset();
             assert!(threads_named(&format!("blk-{number}")).is_empty(), "no thread outlives a reset");

@@ -134,7 +134,7 @@ fn framing_is_the_drivers_business() {
         let bufs: Vec<Buf> = head.into_iter().chain(tail).collect();
         assert_eq!(rig.ask(&bufs), reply(OK, &before[2560..3584], 1025), "read, cut {round}");
 
-        let data = Rng(round as u64 + 1).bytes(1536);
+        let data = Rng::new(round as u64 + 1).bytes(1536);
         let mut bytes = header(OUT, 20);
         bytes.extend(&data);
         let mut bufs = rig.readable(&bytes, out_cuts);

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use base::{EFD_NONBLOCK, EventFd, Gpa};
 use block::{Disk, MemImage};
 use mem::GuestRam;
+pub use testkit::Rng;
 use testkit::sink::RecordingLine;
 use testkit::{Buf, GuestQueue};
 use virtio::blk::Blk;
@@ -31,21 +32,6 @@ const RAM: u64 = 24 << 20;
 /// Where request memory starts; rings and indirect tables lie below.
 const HEAP: u64 = 1 << 20;
 const TABLES: u64 = 64 << 10;
-
-pub struct Rng(pub u64);
-
-impl Rng {
-    pub fn below(&mut self, n: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % n
-    }
-
-    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
-        (0..n).map(|_| self.below(256) as u8).collect()
-    }
-}
 
 pub fn header(kind: u32, sector: u64) -> Vec<u8> {
     let mut bytes = kind.to_le_bytes().to_vec();
@@ -90,7 +76,7 @@ pub struct Rig {
 
 impl Rig {
     pub fn memory(size: usize) -> (Self, MemImage) {
-        let image = MemImage::new(Rng(77).bytes(size));
+        let image = MemImage::new(Rng::new(77).bytes(size));
         (Self::new(Disk::in_memory(&image, false), &spec::Disk::new("memory")), image)
     }
 

@@ -124,7 +124,7 @@ fn a_packet_or_command_without_a_header_is_a_fault() {
 /// Whatever is in the rings and whatever comes from the wire, the device answers, stops or waits, and can be reset.
 #[test]
 fn random_rings_are_survived() {
-    let mut rng = Rng(11);
+    let mut rng = Rng::new(11);
     for _ in 0..150 {
         let (mut rig, mut peer) = Rig::user();
         for _ in 0..40 {
@@ -139,7 +139,7 @@ fn random_rings_are_survived() {
                 4..6 => rig.queues[queue].publish(rng.below(64) as u16),
                 6 => rig.kick(queue),
                 _ => {
-                    let frame = rng.frame();
+                    let frame = frame(&mut rng);
                     let _ = std::io::Write::write(&mut peer.0, &Peer::frame(&frame[..frame.len().min(4000)]));
                 }
             }

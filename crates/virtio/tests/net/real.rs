@@ -117,7 +117,7 @@ fn tap_inside() {
     let kernel: [u8; 6] = answer[6..12].try_into().unwrap();
     for len in [1usize, 56, 1400] {
         let mut echo = vec![8, 0, 0, 0, 0, 7, 0, 1];
-        echo.extend(Rng(len as u64).bytes(len));
+        echo.extend(Rng::new(len as u64).bytes(len));
         let check = sum(&echo).to_be_bytes();
         echo[2..4].copy_from_slice(&check);
         rig.send(&ethernet(kernel, 0x0800, &ipv4(1, HERE, THERE, &echo)), &[20, 7]);
@@ -161,7 +161,7 @@ fn large_inside() {
     let mut rig = Rig::new(device, AGREED | offloads);
     let socket = std::net::UdpSocket::bind("10.9.8.1:0").unwrap();
     for round in 0..30u8 {
-        let body = Rng(u64::from(round) + 1).bytes(1000);
+        let body = Rng::new(u64::from(round) + 1).bytes(1000);
         socket.send_to(&body, "10.9.8.2:9").unwrap();
         let mut found = None;
         rig.until("the packet", |rig| {

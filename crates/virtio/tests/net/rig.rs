@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use base::{EFD_NONBLOCK, EventFd, Gpa};
 use mem::GuestRam;
+pub use testkit::Rng;
 use testkit::sink::RecordingLine;
 use testkit::{Buf, GuestQueue};
 use virtio::device::{Activation, ActiveQueue, DeviceStatus, QueueIrq, VirtioDevice, status};
@@ -36,29 +37,14 @@ const TX_HEAP: u64 = 1 << 20;
 const RX_HEAP: u64 = 32 << 20;
 const SECONDS: u64 = 20;
 
-pub struct Rng(pub u64);
-
-impl Rng {
-    pub fn below(&mut self, n: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % n
-    }
-
-    pub fn bytes(&mut self, n: usize) -> Vec<u8> {
-        (0..n).map(|_| self.below(256) as u8).collect()
-    }
-
-    /// A frame: mostly short, sometimes as long as can be.
-    pub fn frame(&mut self) -> Vec<u8> {
-        let len = match self.below(10) {
-            0 => 14 + self.below(65535 - 13),
-            1..4 => 14 + self.below(10),
-            _ => 14 + self.below(1500),
-        };
-        self.bytes(len as usize)
-    }
+/// A frame: mostly short, sometimes as long as can be.
+pub fn frame(rng: &mut Rng) -> Vec<u8> {
+    let len = match rng.below(10) {
+        0 => 14 + rng.below(65535 - 13),
+        1..4 => 14 + rng.below(10),
+        _ => 14 + rng.below(1500),
+    };
+    rng.bytes(len as usize)
 }
 
 /// A packet as the guest got it.

@@ -18,7 +18,7 @@ use crate::rig::*;
 /// Publishes packets until the socket is full and the ring as well; gives their frames.
 fn flood(rig: &mut Rig) -> Vec<Vec<u8>> {
     let mut frames = Vec::new();
-    let mut rng = Rng(5);
+    let mut rng = Rng::new(5);
     for round in 0..256 {
         let frame = rng.bytes(60 + round * 40);
         rig.send(&frame, &[12]);
@@ -208,7 +208,7 @@ fn a_guest_that_does_not_receive_is_no_stall_of_the_other_end() {
 /// A driver that goes in the middle of packets leaves the stream whole for the next one.
 #[test]
 fn a_reset_in_the_middle_of_packets_keeps_the_stream_in_step() {
-    let mut rng = Rng(6);
+    let mut rng = Rng::new(6);
     for _ in 0..20 {
         let (mut rig, mut peer) = Rig::user();
         let frames = flood(&mut rig);
