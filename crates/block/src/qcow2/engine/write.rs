@@ -440,9 +440,8 @@ impl Handle {
         }
         let wanted = meta.cycles.wanted && !meta.cycles.running;
         drop(meta);
-        let bufs = [alloc.bufs.0.take(), alloc.bufs.1.take()];
-        self.spare.extend(bufs.into_iter().flatten());
-        self.spare.truncate(64);
+        self.recycle(alloc.bufs.0.take());
+        self.recycle(alloc.bufs.1.take());
         if wanted && errno == 0 && self.hold(alloc.task) {
             // One piece ends here and another begins: the cycle.
             return;

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The header of an image and its extensions: read with distrust, written as QEMU writes them. The engine reads it once at
+//! The header of an image: read with distrust, written as QEMU writes them. The engine reads it once at
 //! open and patches single fields afterwards (the `patch_*` functions: a few bytes within the first sector, which a device
 //! writes whole or not at all); the offline editor rewrites it.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 
 use super::entry::Layout;
+use super::extensions::{EXT_END, file_name};
 use super::refcount::{MAX_TABLE_BYTES, Width};
 use super::{FormatError, be16, be32, be64};
+
+pub use super::extensions::{BitmapsRef, CryptRef, Extensions};
 
 /// The first four bytes: `QFI\xfb`.
 pub const MAGIC: u32 = 0x5146_49fb;
@@ -68,25 +71,6 @@ pub mod autoclear {
     pub const KNOWN: u64 = 3;
 }
 
-const EXT_END: u32 = 0;
-const EXT_BACKING_FORMAT: u32 = 0xe279_2aca;
-const EXT_FEATURE_NAMES: u32 = 0x6803_f857;
-const EXT_BITMAPS: u32 = 0x2385_2875;
-const EXT_ENCRYPTION: u32 = 0x0537_be77;
-const EXT_DATA_FILE: u32 = 0x4441_5441;
-
-/// The names written into the feature name table: kind, bit, name.
-const FEATURE_NAMES: [(u8, u8, &str); 8] = [
-    (0, 0, "dirty bit"),
-    (0, 1, "corrupt bit"),
-    (0, 2, "external data file"),
-    (0, 3, "compression type"),
-    (0, 4, "extended L2 entries"),
-    (1, 0, "lazy refcounts"),
-    (2, 0, "bitmaps"),
-    (2, 1, "raw external data"),
-];
-
 /// How guest data is encrypted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Crypt {
@@ -126,45 +110,6 @@ pub struct Features {
     pub compatible: u64,
     /// Who doesn't know one of these must clear it before writing.
     pub autoclear: u64,
-}
-
-/// The bitmaps extension.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BitmapsRef {
-    /// How many bitmaps there are.
-    pub count: u32,
-    /// Bytes of the directory.
-    pub size: u64,
-    /// Its offset in the file.
-    pub offset: u64,
-}
-
-/// Where the LUKS header is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CryptRef {
-    /// Offset in the file, at a cluster's start.
-    pub offset: u64,
-    /// Bytes.
-    pub len: u64,
-}
-
-/// The header extensions.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Extensions {
-    /// Format of the backing file.
-    pub backing_format: Option<String>,
-    /// Name of the external data file.
-    pub data_file: Option<OsString>,
-    /// The bitmaps, if the autoclear bit vouches for them.
-    pub bitmaps: Option<BitmapsRef>,
-    /// The bitmaps extension is there but the autoclear bit is not: some writer didn't keep them. Kept out of what is written.
-    pub stale_bitmaps: bool,
-    /// The LUKS header.
-    pub encryption: Option<CryptRef>,
-    /// Feature names: kind (0 incompatible, 1 compatible, 2 autoclear), bit, name.
-    pub feature_names: Vec<(u8, u8, String)>,
-    /// Unknown ones, kept as they are: type and data.
-    pub other: Vec<(u32, Vec<u8>)>,
 }
 
 /// The header of an image. What [`Header::parse`] returns is within the format's limits.
@@ -257,7 +202,7 @@ impl Header {
         }
         let (name, end) = backing_name(bytes, length as usize)?;
         header.backing = name;
-        header.read_extensions(&bytes[length as usize..end])?;
+        header.extensions.read(&bytes[length as usize..end], header.features.autoclear)?;
         header.refuse_unknown()?;
         if version >= 3 {
             header.width = Width::from_order(be32(bytes, 96))?;
@@ -400,61 +345,6 @@ impl Header {
         Ok(())
     }
 
-    fn read_extensions(&mut self, mut area: &[u8]) -> Result<(), FormatError> {
-        while area.len() >= 8 {
-            let (kind, len) = (be32(area, 0), be32(area, 4) as usize);
-            if kind == EXT_END {
-                break;
-            }
-            let Some(data) = area.get(8..).and_then(|rest| rest.get(..len)) else {
-                return FormatError::corrupt(format!("header extension {kind:#010x} of {len} bytes is cut off"));
-            };
-            self.read_extension(kind, data)?;
-            area = area.get(8 + len.next_multiple_of(8)..).unwrap_or_default();
-        }
-        Ok(())
-    }
-
-    fn read_extension(&mut self, kind: u32, data: &[u8]) -> Result<(), FormatError> {
-        let exact = |len: usize| match data.len() == len {
-            true => Ok(()),
-            false => FormatError::corrupt(format!("header extension {kind:#010x} has {} bytes, not {len}", data.len())),
-        };
-        let ext = &mut self.extensions;
-        match kind {
-            EXT_BACKING_FORMAT => {
-                let name = std::str::from_utf8(data).ok().filter(|n| n.len() < 16 && !n.contains('\0'));
-                let Some(name) = name else {
-                    return FormatError::corrupt("the backing file's format has no proper name");
-                };
-                ext.backing_format = (!name.is_empty()).then(|| name.to_owned());
-            }
-            EXT_DATA_FILE => ext.data_file = Some(file_name(data, "data file")?),
-            EXT_FEATURE_NAMES => {
-                ext.feature_names = data.chunks_exact(48).map(|e| (e[0], e[1], feature_name(&e[2..]))).collect();
-            }
-            EXT_ENCRYPTION => {
-                exact(16)?;
-                ext.encryption = Some(CryptRef { offset: be64(data, 0), len: be64(data, 8) });
-            }
-            EXT_BITMAPS if self.features.autoclear & autoclear::BITMAPS == 0 => ext.stale_bitmaps = true,
-            EXT_BITMAPS => {
-                exact(24)?;
-                let found = BitmapsRef { count: be32(data, 0), size: be64(data, 8), offset: be64(data, 16) };
-                if !(1..=MAX_BITMAPS).contains(&found.count) || be32(data, 4) != 0 {
-                    return FormatError::corrupt(format!("a bitmaps extension with {} bitmaps", found.count));
-                }
-                // The least that a directory entry takes is 24 bytes and a name of one, padded to 8.
-                if !(u64::from(found.count) * 32..=MAX_BITMAP_DIRECTORY).contains(&found.size) {
-                    return FormatError::corrupt(format!("a bitmap directory of {} bytes", found.size));
-                }
-                ext.bitmaps = Some(found);
-            }
-            _ => ext.other.push((kind, data.to_vec())),
-        }
-        Ok(())
-    }
-
     /// How many bytes of the first cluster the header in it uses: fields, extensions and the backing file's name.
     pub fn used_bytes(cluster: &[u8]) -> usize {
         let mut at = if be32(cluster, 4) == 2 { V2_LENGTH as usize } else { be32(cluster, 100) as usize };
@@ -534,35 +424,7 @@ impl Header {
             out.extend([0; 7]);
             out.extend(&self.unknown_fields);
         }
-        let ext = &self.extensions;
-        let mut put = |kind: u32, data: &[u8]| {
-            out.extend(kind.to_be_bytes());
-            out.extend((data.len() as u32).to_be_bytes());
-            out.extend(data);
-            out.resize(out.len().next_multiple_of(8), 0);
-        };
-        if let Some(name) = &ext.backing_format {
-            put(EXT_BACKING_FORMAT, name.as_bytes());
-        }
-        if let Some(name) = &ext.data_file {
-            put(EXT_DATA_FILE, name.as_bytes());
-        }
-        if let Some(at) = &ext.encryption {
-            put(EXT_ENCRYPTION, &[at.offset.to_be_bytes(), at.len.to_be_bytes()].concat());
-        }
-        if self.version >= 3 && with_names {
-            let table: Vec<u8> =
-                FEATURE_NAMES.iter().flat_map(|(kind, bit, name)| feature_entry(*kind, *bit, name)).collect();
-            put(EXT_FEATURE_NAMES, &table);
-        }
-        if let Some(b) = &ext.bitmaps {
-            let count = u64::from(b.count) << 32;
-            put(EXT_BITMAPS, &[count.to_be_bytes(), b.size.to_be_bytes(), b.offset.to_be_bytes()].concat());
-        }
-        for (kind, data) in &ext.other {
-            put(*kind, data);
-        }
-        put(EXT_END, &[]);
+        self.extensions.write(&mut out, self.version >= 3 && with_names);
         if let Some(name) = &self.backing {
             if name.is_empty() || name.len() > MAX_BACKING_NAME {
                 return FormatError::unsupported(format!(
@@ -683,26 +545,6 @@ fn backing_name(bytes: &[u8], length: usize) -> Result<(Option<OsString>, usize)
     }
     let name = if name.is_empty() { None } else { Some(file_name(name, "backing file")?) };
     Ok((name, start))
-}
-
-fn file_name(bytes: &[u8], what: &str) -> Result<OsString, FormatError> {
-    if bytes.is_empty() || bytes.contains(&0) {
-        return FormatError::corrupt(format!("its {what} has no proper name"));
-    }
-    Ok(OsString::from_vec(bytes.to_vec()))
-}
-
-/// A name from the feature name table, fit to be printed.
-fn feature_name(bytes: &[u8]) -> String {
-    let end = bytes.iter().position(|b| *b == 0).unwrap_or(bytes.len());
-    String::from_utf8_lossy(&bytes[..end]).chars().filter(|c| !c.is_control()).collect()
-}
-
-fn feature_entry(kind: u8, bit: u8, name: &str) -> [u8; 48] {
-    let mut entry = [0; 48];
-    entry[..2].copy_from_slice(&[kind, bit]);
-    entry[2..2 + name.len()].copy_from_slice(name.as_bytes());
-    entry
 }
 
 /// Whether the first bytes of a file are those of a qcow2 image. For telling a user what an image seems to be, never for

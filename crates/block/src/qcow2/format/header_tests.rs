@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests of the header: round trips, hostile fields, QEMU's own images.
 
+use super::super::extensions::FEATURE_NAMES;
 use super::*;
 use proptest::prelude::*;
 

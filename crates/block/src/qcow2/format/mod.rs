@@ -10,6 +10,7 @@ pub mod bitmap;
 pub mod compress;
 pub mod crypto;
 pub mod entry;
+mod extensions;
 pub mod header;
 pub mod refcount;
 pub mod snapshot;
