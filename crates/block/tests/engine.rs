@@ -469,6 +469,135 @@ fn a_freed_cluster_waits_for_those_who_use_it() {
     assert!(text.contains("No errors were found"), "{text}");
 }
 
+/// Where the table lies that the first entry of the table names which the header names at byte `at`: 48 for refcounts, 40
+/// for L1.
+fn first_of(image: &MemImage, at: usize) -> std::ops::Range<u64> {
+    let bytes = image.to_vec();
+    let number = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap());
+    let table = number(number(at) as usize) & 0x00ff_ffff_ffff_fe00;
+    table..table + 4096
+}
+
+/// The first read of a range is held back, or fails.
+fn first_read(range: std::ops::Range<u64>, errno: Option<i32>) -> Fault {
+    Fault { op: Op::Read, range, after: 0, times: 1, errno }
+}
+
+/// Sends off a write of one byte over and over, and does not wait for it.
+fn begin_write(user: &mut User, id: u16, at: u64, byte: u8) -> Buffer {
+    let mut buffer = Buffer::with(&[byte; 4096], 0);
+    let segs = buffer.segs(&mut Rng(1), 4096);
+    user.submit(id, Op::Write, at, 4096, &segs);
+    user.disk.commit();
+    buffer
+}
+
+#[test]
+fn who_needs_a_refcount_block_waits_for_it_alone() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let Some(image) = in_memory(dir.path()) else {
+        println!("skipped: qemu-img is not installed");
+        return;
+    };
+    let mut model = vec![0; 4 << 20];
+    let open = |plan: &FaultPlan| User::new(Disk::faulty_qcow2(&image, &Options::qcow2("memory"), plan).unwrap());
+    let write = |user: &mut User, model: &mut Vec<u8>, at: usize, byte: u8| {
+        let result = user.write(at as u64, &[byte; 4096]);
+        if result.is_ok() {
+            model[at..at + 4096].fill(byte);
+        }
+        result.map_err(|e| e.raw_os_error().unwrap())
+    };
+    write(&mut open(&FaultPlan::new()), &mut model, 5 << 12, 1).unwrap();
+
+    let plan = FaultPlan::new();
+    let block = first_of(&image, 48);
+    plan.add(first_read(block.clone(), None));
+    let mut user = open(&plan);
+    let _buffer = begin_write(&mut user, 7, 9 << 12, 2);
+    // While the block is on its way: an allocated cluster, and reads.
+    write(&mut user, &mut model, 5 << 12, 3).unwrap();
+    assert!(user.read(0, model.len()).unwrap() == model);
+    plan.release();
+    user.wait(7).unwrap();
+    model[9 << 12..10 << 12].fill(2);
+    assert!(user.read(0, model.len()).unwrap() == model);
+    drop(user);
+
+    let plan = FaultPlan::new();
+    plan.add(first_read(block, Some(libc::EIO)));
+    let mut user = open(&plan);
+    assert_eq!(write(&mut user, &mut model, 20 << 12, 4), Err(libc::EIO));
+    write(&mut user, &mut model, 20 << 12, 5).unwrap();
+    user.flush().unwrap();
+    drop(user);
+    let path = dir.path().join("after.qcow2");
+    std::fs::write(&path, image.to_vec()).unwrap();
+    check(&path, &model, dir.path());
+}
+
+/// A refcount block that two handles need, then a table that a snapshot shares: each is read once, late or not at all.
+#[test]
+fn two_handles_wait_for_the_same_table() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let Some(image) = in_memory(dir.path()) else {
+        println!("skipped: qemu-img is not installed");
+        return;
+    };
+    let path = dir.path().join("after.qcow2");
+    let mut model = vec![0; 4 << 20];
+    let open = |image: &MemImage, plan: &FaultPlan| {
+        let first = Disk::faulty_qcow2(image, &Options::qcow2("memory"), plan).unwrap();
+        let second = first.share().unwrap();
+        [User::new(second), User::new(first)]
+    };
+    let mut users = open(&image, &FaultPlan::new());
+    users[0].write(0, &[1; 4096]).unwrap();
+    model[..4096].fill(1);
+    drop(users);
+    std::fs::write(&path, image.to_vec()).unwrap();
+    qemu("qemu-img", &["snapshot", "-c", "s", path.to_str().unwrap()]).unwrap();
+    let shared = MemImage::new(std::fs::read(&path).unwrap());
+
+    for (start, header, errno) in
+        [(&image, 48, None), (&image, 48, Some(libc::EIO)), (&shared, 40, None), (&shared, 40, Some(libc::EIO))]
+    {
+        let image = MemImage::new(start.to_vec());
+        let plan = FaultPlan::new();
+        let mut users = open(&image, &plan);
+        // The slice that a write looks into is here; what has to be read next is not.
+        assert!(users[0].read(0, 4096).unwrap() == model[..4096]);
+        plan.add(first_read(first_of(start, header), errno));
+        let places = [1 << 12, 2 << 12];
+        let _buffers = [begin_write(&mut users[0], 7, places[0], 2), begin_write(&mut users[1], 7, places[1], 2)];
+        // Held back: what needs nothing of it goes on.
+        assert!(users[0].read(1 << 20, 4096).unwrap() == [0; 4096]);
+        plan.release();
+        let mut after = model.clone();
+        for (user, at) in users.iter_mut().zip(places) {
+            // Who came while the failing read was under way fails with it, who came after reads anew.
+            if let Err(e) = user.wait(7) {
+                assert_eq!((e.raw_os_error(), errno), (Some(libc::EIO), Some(libc::EIO)));
+                user.write(at, &[2; 4096]).unwrap();
+            }
+            after[at as usize..at as usize + 4096].fill(2);
+        }
+        for user in &mut users {
+            assert!(user.read(0, after.len()).unwrap() == after);
+        }
+        users[0].flush().unwrap();
+        drop(users);
+        std::fs::write(&path, image.to_vec()).unwrap();
+        check(&path, &after, dir.path());
+        if header == 40 {
+            qemu("qemu-img", &["snapshot", "-a", "s", path.to_str().unwrap()]).unwrap();
+            check(&path, &model, dir.path());
+        }
+    }
+}
+
 #[test]
 fn an_external_data_file_is_where_the_data_goes() {
     let _alone = alone();

@@ -15,11 +15,12 @@ use crate::qcow2::format::header::Table;
 use crate::storage::buffer::AlignedBuf;
 
 use super::chain::Chain;
+use super::fetch::Need;
 use super::handle::{Handle, State, Tag, Task};
 use super::image::Image;
 use super::inbox::Waiter;
 use super::meta::Meta;
-use super::refs::Dirty;
+use super::refs::{Dirty, Refs};
 use super::side;
 
 /// How far a cycle is.
@@ -69,9 +70,12 @@ impl Handle {
             return;
         }
         let mut meta = top.lock();
-        if meta.ripening() && !meta.cycles.running && !meta.cycles.dirty {
+        if meta.ripening() && !meta.cycles.running && (!meta.cycles.dirty || !meta.frees.ripe.is_empty()) {
             drop(meta);
-            self.ripen(top);
+            if self.ripen(top, Some(self.waiter(index))) {
+                task.state = State::Parked;
+                return;
+            }
             meta = top.lock();
         }
         if meta.cycles.running || meta.cycles.dirty {
@@ -258,8 +262,8 @@ impl Handle {
         }
         if ok {
             for (index, raw) in &run.l1 {
-                if meta.l1_pending.get(index) == Some(raw) {
-                    meta.l1_pending.remove(index);
+                if meta.l1.pending.get(index) == Some(raw) {
+                    meta.l1.pending.remove(index);
                 }
             }
             meta.frees.durable.append(&mut run.frees);
@@ -289,55 +293,87 @@ impl Handle {
             self.part_done(task, 0);
         }
         if ok {
-            self.ripen(top);
+            self.ripen(top, None);
         }
         if let Some(leader) = leader {
             leader.go_on();
         }
     }
 
-    /// Gives freed clusters back: their space to the host, then their numbers to the allocator.
-    pub(super) fn ripen(&mut self, top: &Image) {
-        let mut meta = top.lock();
-        let mut ripe = meta.ripe(top);
-        if ripe.is_empty() {
-            return;
-        }
-        ripe.sort_unstable();
-        let bits = top.layout.cluster_bits;
-        let Meta { refs: Some(refs), side, .. } = &mut *meta else { return };
-        let mut runs: Vec<(u64, u64)> = Vec::new();
-        for same in ripe.chunk_by(|a, b| a == b) {
-            let cluster = same[0];
-            if refs.get(cluster, side).is_ok_and(|count| count == same.len() as u64) {
-                match runs.last_mut() {
-                    Some((first, count)) if *first + *count == cluster => *count += 1,
-                    _ => runs.push((cluster, 1)),
+    /// Gives freed clusters back: their space to the host, then their numbers to the allocator. True if that has to wait for
+    /// refcounts, and so does the flush `waiter`.
+    pub(super) fn ripen(&mut self, top: &Image, waiter: Option<Waiter>) -> bool {
+        loop {
+            let mut meta = top.lock();
+            let ripe = meta.ripe(top);
+            if ripe.is_empty() {
+                return false;
+            }
+            let Meta { refs: Some(refs), side, frees, .. } = &mut *meta else { return false };
+            let runs = match last_references(refs, &ripe) {
+                Ok(runs) => runs,
+                Err(Need::Read(want)) => {
+                    frees.ripe.extend(ripe);
+                    // Without a request in flight nobody might drive the read: the next flush does.
+                    let Some(waiter) = waiter else { return false };
+                    frees.waiters.push(waiter);
+                    self.fetch_table(meta, want, None);
+                    return true;
+                }
+                Err(Need::Failed(_)) => {
+                    meta.broke(top);
+                    continue;
+                }
+            };
+            let own = side.share();
+            drop(meta);
+            if let Some(mut own) = own {
+                let bits = top.layout.cluster_bits;
+                for (first, count) in runs {
+                    // A hint: a host that can't keeps the space until the cluster is used again.
+                    let _ = side::discard(&mut own, first << bits, count << bits);
                 }
             }
+            drop_all(&mut top.lock(), top, &ripe);
         }
-        let Some(mut own) = side.share() else { return };
-        drop(meta);
-        for (first, count) in runs {
-            // A hint: a host that can't keeps the space until the cluster is used again.
-            let _ = side::discard(&mut own, first << bits, count << bits);
-        }
-        let mut meta = top.lock();
-        let Meta { refs: Some(refs), side, cycles, .. } = &mut *meta else { return };
-        cycles.dirty = true;
-        let mut bad = false;
-        for cluster in ripe {
-            match refs.drop_one(cluster, side) {
-                Ok(0) => {
-                    refs.reserved.remove(&cluster);
-                }
-                Ok(_) => {}
-                Err(_) => bad = true,
+    }
+}
+
+/// Of the references to be dropped, sorted, the clusters that have no others: runs of them.
+fn last_references(refs: &mut Refs, ripe: &[u64]) -> Result<Vec<(u64, u64)>, Need> {
+    let mut runs: Vec<(u64, u64)> = Vec::new();
+    for same in ripe.chunk_by(|a, b| a == b) {
+        let cluster = same[0];
+        if refs.get(cluster)? == same.len() as u64 {
+            match runs.last_mut() {
+                Some((first, count)) if *first + *count == cluster => *count += 1,
+                _ => runs.push((cluster, 1)),
             }
         }
-        if bad {
-            meta.broke(top);
+    }
+    Ok(runs)
+}
+
+/// Drops the references, or puts them back where the block has gone meanwhile.
+fn drop_all(meta: &mut Meta, top: &Image, ripe: &[u64]) {
+    let Meta { refs: Some(refs), cycles, frees, .. } = meta else { return };
+    cycles.dirty = true;
+    let mut bad = false;
+    for (at, cluster) in ripe.iter().enumerate() {
+        match refs.drop_one(*cluster) {
+            Ok(0) => {
+                refs.reserved.remove(cluster);
+            }
+            Ok(_) => {}
+            Err(Need::Read(_)) => {
+                frees.ripe.extend(ripe.iter().skip(at));
+                break;
+            }
+            Err(Need::Failed(_)) => bad = true,
         }
+    }
+    if bad {
+        meta.broke(top);
     }
 }
 
@@ -449,12 +485,12 @@ fn links(meta: &mut Meta, run: &mut Run) -> Writes {
     for (index, raw, slots) in &run.tables {
         slots.iter().for_each(|s| meta.end_writing(*s, true));
         meta.tables.remove(index);
-        meta.l1_pending.insert(*index, *raw);
+        meta.l1.pending.insert(*index, *raw);
     }
-    run.l1 = meta.l1_pending.iter().map(|(index, raw)| (*index, *raw)).collect();
+    run.l1 = meta.l1.pending.iter().map(|(index, raw)| (*index, *raw)).collect();
     let mut sectors: Writes = Vec::new();
     for (index, raw) in &run.l1 {
-        if let Some(entry) = meta.l1_disk.get_mut(*index) {
+        if let Some(entry) = meta.l1.entries.get_mut(*index) {
             *entry = *raw;
         }
     }

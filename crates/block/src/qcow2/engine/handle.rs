@@ -19,6 +19,7 @@ use crate::storage::buffer::{AlignedBuf, gather_into};
 
 use super::chain::{Chain, Layer};
 use super::cycle;
+use super::fetch::Want;
 use super::image::Image;
 use super::inbox::{Inbox, News, Waiter};
 use super::slab::Slab;
@@ -113,6 +114,8 @@ pub enum Tag {
     Join(u32, u64),
     /// Part of the cycle, and what it writes.
     Cycle(Vec<AlignedBuf>),
+    /// Metadata that is needed.
+    Fetch(Want, AlignedBuf),
     /// Encrypted data for a piece of a task.
     Sealed(Box<Sealed>),
     /// What was to be written, encrypted: the buffer it is in.
@@ -490,6 +493,7 @@ impl Handle {
                 self.leave_cluster(cluster, errno);
                 self.part_done(task, errno);
             }
+            Tag::Fetch(want, buf) => self.fetched(want, Some(&buf), errno),
             Tag::Cycle(bufs) => {
                 drop(bufs);
                 self.cycle_part(errno);

@@ -217,10 +217,14 @@ impl Image {
         let slice = SLICE.min(layout.cluster_size());
         let tables = layout.l1_entries(header.size);
         let slices = tables.saturating_mul(layout.cluster_size() / slice).max(1);
-        let cache = Cache::new(slices, (slice / 8) as usize, how.l2_cache.unwrap_or(L2_CACHE));
+        let budget = how.l2_cache.unwrap_or(L2_CACHE);
+        let cache = Cache::new(slices, (slice / 8) as usize, budget);
         let refs = if how.writable {
             match writable_refs(&mut storage, header, file_len, &l1)? {
-                Ok(refs) => Some(refs),
+                Ok(mut refs) => {
+                    refs.keep(budget);
+                    Some(refs)
+                }
                 Err(e) => return Ok(Err(e)),
             }
         } else {

@@ -11,6 +11,7 @@ use crate::qcow2::format::entry::{Mapping, OFFSET_MASK};
 use crate::qcow2::format::header::{Header, Table, incompatible};
 use crate::storage::Storage;
 
+use super::fetch::{Fetches, Need, Want};
 use super::image::{Image, l1_raw};
 use super::inbox::Waiter;
 use super::refs::{Refs, Run, damaged};
@@ -74,6 +75,47 @@ pub struct Frees {
     pub durable: Vec<u64>,
     /// As `durable`, and requests older than this ticket are all that may still use them.
     pub aging: Option<(usize, Vec<u64>)>,
+    /// May be dropped now.
+    pub ripe: Vec<u64>,
+    /// Flushes that wait for refcounts which dropping them needs.
+    pub waiters: Vec<Waiter>,
+}
+
+/// The L1 table and the disk.
+#[derive(Debug, Default)]
+pub struct L1Disk {
+    /// Entries whose tables are durable and which are not.
+    pub pending: BTreeMap<usize, u64>,
+    /// The table as it is on disk.
+    pub entries: Vec<u64>,
+}
+
+/// A header that is to take the place of the present one.
+#[derive(Debug)]
+pub struct NewHead {
+    header: Header,
+    /// Its first sector.
+    sector: Vec<u8>,
+    /// The entries of another L1 table that it names.
+    l1: Option<Vec<u64>>,
+}
+
+impl NewHead {
+    /// Writes it, after the L1 table that it names if that is another one, and waits until it is durable.
+    ///
+    /// # Errors
+    /// What the host says.
+    pub fn write(&self, storage: &mut Storage) -> io::Result<()> {
+        if let Some(entries) = &self.l1 {
+            let mut bytes: Vec<u8> = entries.iter().flat_map(|e| e.to_be_bytes()).collect();
+            // The table has its clusters for itself.
+            bytes.resize(bytes.len().next_multiple_of(1 << self.header.cluster_bits), 0);
+            side::write(storage, self.header.l1.offset, &bytes)?;
+        }
+        side::flush(storage)?;
+        side::write(storage, 0, &self.sector)?;
+        side::flush(storage)
+    }
 }
 
 /// Everything that changes.
@@ -90,10 +132,10 @@ pub struct Meta {
     pub in_flight: HashMap<u64, InFlight>,
     /// By index in the L1 table.
     pub tables: BTreeMap<usize, NewTable>,
-    /// L1 entries whose tables are durable and which are not.
-    pub l1_pending: BTreeMap<usize, u64>,
-    /// The L1 table as it is on disk.
-    pub l1_disk: Vec<u64>,
+    /// What is being read beside slices.
+    pub fetches: Fetches,
+    /// The L1 table and the disk.
+    pub l1: L1Disk,
     /// Refcounts; none for an image that is not written.
     pub refs: Option<Refs>,
     /// References to be dropped.
@@ -104,7 +146,7 @@ pub struct Meta {
     pub header: Header,
     /// Its first sector.
     pub head: Vec<u8>,
-    /// For waiting I/O.
+    /// For the file's length, and to be shared by who has to wait for I/O, without the lock.
     pub side: Storage,
     /// Smallest unit of direct I/O in bytes.
     pub unit: usize,
@@ -126,8 +168,8 @@ impl Meta {
             room: Vec::new(),
             in_flight: HashMap::new(),
             tables: BTreeMap::new(),
-            l1_pending: BTreeMap::new(),
-            l1_disk,
+            fetches: Fetches::default(),
+            l1: L1Disk { pending: BTreeMap::new(), entries: l1_disk },
             refs,
             frees: Frees::default(),
             cycles: Cycles::default(),
@@ -142,16 +184,18 @@ impl Meta {
     ///
     /// # Errors
     /// See [`Refs::alloc`]; `EROFS` without refcounts.
-    pub fn alloc(&mut self, most: u64) -> io::Result<Run> {
+    pub fn alloc(&mut self, most: u64) -> Result<Run, Need> {
         let refs = self.refs.as_mut().ok_or_else(|| io::Error::from_raw_os_error(libc::EROFS))?;
         self.cycles.dirty = true;
         refs.alloc(most, &mut self.side)
     }
 
-    /// Takes back what [`Meta::alloc`] gave, nothing having referred to it.
-    pub fn unalloc(&mut self, first: u64, count: u64) {
-        if let Some(refs) = &mut self.refs {
-            refs.give_back(first, count, &mut self.side);
+    /// Takes back a cluster that [`Meta::alloc`] gave, nothing having referred to it.
+    pub fn unalloc(&mut self, cluster: u64) {
+        let Some(refs) = &mut self.refs else { return };
+        if let Err(Need::Read(_)) = refs.drop_one(cluster) {
+            // Its count has gone from memory since: dropped along with those that the next flush drops.
+            self.frees.ripe.push(cluster);
         }
     }
 
@@ -260,22 +304,27 @@ impl Meta {
     /// snapshot shares.
     ///
     /// # Errors
-    /// `ENOSPC`, or what reading the old table said.
-    pub fn own_table(&mut self, image: &Image, index: usize) -> io::Result<()> {
+    /// The shared table or a refcount block to read; `ENOSPC`; `EIO` where the image is damaged.
+    pub fn own_table(&mut self, image: &Image, index: usize) -> Result<(), Need> {
         let entry = image.layout.l1_entry(image.l1.get(index)).map_err(|_| damaged())?;
         if entry.is_some_and(|t| t.copied) {
             return Ok(());
         }
-        let file_len = self.refs.as_ref().map_or(0, |r| r.file_len);
-        let base = match entry {
-            Some(old) => Some(side::read(&mut self.side, old.offset, image.layout.cluster_size() as usize, file_len)?),
-            None => None,
-        };
-        let run = self.alloc(1)?;
+        if let Some(old) = entry
+            && !self.fetches.copies.contains_key(&index)
+        {
+            // Nobody changes it while it is shared: the copy stays true until it is used.
+            return Err(Need::Read(Want::Table(index, old.offset)));
+        }
+        let run = self.alloc(1).inspect_err(|need| {
+            if matches!(need, Need::Failed(_)) {
+                self.fetches.copies.remove(&index);
+            }
+        })?;
         if let Some(refs) = &mut self.refs {
             refs.reserved.insert(run.first);
         }
-        self.tables.insert(index, NewTable { base });
+        self.tables.insert(index, NewTable { base: self.fetches.copies.remove(&index) });
         if let Some(old) = entry {
             self.frees.fresh.push(old.offset >> image.layout.cluster_bits);
         }
@@ -283,26 +332,30 @@ impl Meta {
         Ok(())
     }
 
-    /// What is freed, on disk and used by nobody any more: host clusters, one for each reference to drop.
+    /// Up to all that is freed, on disk and used by nobody any more and counted by one refcount block: host clusters, sorted,
+    /// one for each reference to drop.
     pub fn ripe(&mut self, image: &Image) -> Vec<u64> {
-        let mut ripe = Vec::new();
         for _ in 0..2 {
             if self.frees.aging.as_ref().is_some_and(|(ticket, _)| image.epochs.over(*ticket))
                 && let Some((_, mut clusters)) = self.frees.aging.take()
             {
-                ripe.append(&mut clusters);
+                self.frees.ripe.append(&mut clusters);
             }
             if self.frees.aging.is_none() && !self.frees.durable.is_empty() {
                 let ticket = image.epochs.turn();
                 self.frees.aging = Some((ticket, std::mem::take(&mut self.frees.durable)));
             }
         }
-        ripe
+        let Some(refs) = &self.refs else { return Vec::new() };
+        self.frees.ripe.sort_unstable();
+        let block = self.frees.ripe.first().map(|c| refs.block_of(*c));
+        let same = self.frees.ripe.iter().take_while(|c| Some(refs.block_of(**c)) == block).count();
+        self.frees.ripe.drain(..same).collect()
     }
 
     /// Whether anything waits for [`Meta::ripe`].
     pub fn ripening(&self) -> bool {
-        self.frees.aging.is_some() || !self.frees.durable.is_empty()
+        self.frees.aging.is_some() || !self.frees.durable.is_empty() || !self.frees.ripe.is_empty()
     }
 
     /// Whether no entry of a slice claims a cluster that a table is in, which writing in place would destroy.
@@ -341,10 +394,14 @@ impl Meta {
         if !image.writable || self.header.version < 3 || !image.broken.load(Ordering::Acquire) {
             return;
         }
-        self.header.features.incompatible |= incompatible::CORRUPT;
-        let (at, bytes) = self.header.patch_features();
-        // Where the mark can't be written, the writes that are refused from now on still do no harm.
-        let _ = self.save_head(at, &bytes);
+        let mut header = self.header.clone();
+        header.features.incompatible |= incompatible::CORRUPT;
+        let patch = header.patch_features();
+        let new = self.patched(header, patch, None);
+        // The lock is held meanwhile: what another thread writes of the header comes before or after this whole. Where the
+        // mark can't be written, the writes that are refused from now on still do no harm.
+        let _ = new.write(&mut self.side);
+        self.new_head_written(new);
     }
 
     /// As [`Meta::broke`], if that is what the error says: a kind that no host has.
@@ -358,42 +415,57 @@ impl Meta {
     pub fn l1_sector(&self, index: usize) -> (u64, Vec<u8>) {
         let first = index * 8 / self.unit * self.unit / 8;
         let mut bytes: Vec<u8> =
-            self.l1_disk.iter().skip(first).take(self.unit / 8).flat_map(|e| e.to_be_bytes()).collect();
+            self.l1.entries.iter().skip(first).take(self.unit / 8).flat_map(|e| e.to_be_bytes()).collect();
         // The table has its clusters for itself.
         bytes.resize(self.unit.min(1 << self.header.cluster_bits).max(bytes.len()), 0);
         (self.header.l1.offset + first as u64 * 8, bytes)
     }
 
-    /// Writes the header's first sector and waits until it is durable.
-    fn save_head(&mut self, at: u64, bytes: &[u8]) -> io::Result<()> {
-        let mut head = self.head.clone();
-        if let Some(to) = head.get_mut(at as usize..at as usize + bytes.len()) {
-            to.copy_from_slice(bytes);
+    /// The present header with a patch, for [`Meta::new_head_written`].
+    fn patched(&self, header: Header, (at, patch): (u64, impl AsRef<[u8]>), l1: Option<Vec<u64>>) -> NewHead {
+        let (mut sector, patch) = (self.head.clone(), patch.as_ref());
+        if let Some(to) = sector.get_mut(at as usize..at as usize + patch.len()) {
+            to.copy_from_slice(patch);
         }
-        side::flush(&mut self.side)?;
-        side::write(&mut self.side, 0, &head)?;
-        self.head = head;
-        side::flush(&mut self.side)
+        NewHead { header, sector, l1 }
     }
 
-    /// Says in the header how large the disk is.
-    ///
-    /// # Errors
-    /// What the host says.
-    pub fn save_size(&mut self, bytes: u64) -> io::Result<()> {
+    /// A header that says how large the disk is.
+    pub fn head_with_size(&self, bytes: u64) -> NewHead {
         let mut header = self.header.clone();
         header.size = bytes;
-        let (at, patch) = header.patch_size();
-        self.save_head(at, &patch)?;
-        self.header = header;
-        Ok(())
+        let patch = header.patch_size();
+        self.patched(header, patch, None)
+    }
+
+    /// A header that names an L1 table at `offset`, with `count` entries.
+    pub fn head_with_l1(&self, offset: u64, count: u32) -> NewHead {
+        let mut header = self.header.clone();
+        header.l1 = Table { offset, count };
+        let patch = header.patch_l1();
+        let mut table = self.l1.entries.clone();
+        table.resize(count as usize, 0);
+        self.patched(header, patch, Some(table))
+    }
+
+    /// The header, and what it names, is durable.
+    pub fn new_head_written(&mut self, new: NewHead) {
+        let old = std::mem::replace(&mut self.header, new.header);
+        self.head = new.sector;
+        if let Some(table) = new.l1 {
+            self.l1.entries = table;
+            let cluster = 1u64 << old.cluster_bits;
+            let clusters = (u64::from(old.l1.count) * 8).div_ceil(cluster);
+            let first = old.l1.offset / cluster;
+            self.frees.durable.extend(first..first + clusters);
+        }
     }
 
     /// Clusters for an L1 table of at least so many entries: offset and entries.
     ///
     /// # Errors
     /// See [`Refs::alloc`].
-    pub fn alloc_l1(&mut self, entries: u64) -> io::Result<(u64, u32)> {
+    pub fn alloc_l1(&mut self, entries: u64) -> Result<(u64, u32), Need> {
         let cluster = 1u64 << self.header.cluster_bits;
         let clusters = (entries * 8).div_ceil(cluster);
         let refs = self.refs.as_mut().ok_or_else(|| io::Error::from_raw_os_error(libc::EROFS))?;
@@ -401,28 +473,6 @@ impl Meta {
         let run = refs.alloc_exact(clusters, &mut self.side)?;
         refs.reserved.extend(run.first..run.first + clusters);
         Ok((run.first * cluster, entries as u32))
-    }
-
-    /// Puts the L1 table at `offset`, with `count` entries. Not while a cycle is running.
-    ///
-    /// # Errors
-    /// What the host says; the table is where it was, then.
-    pub fn move_l1(&mut self, offset: u64, count: u32) -> io::Result<()> {
-        let cluster = 1usize << self.header.cluster_bits;
-        let mut table = self.l1_disk.clone();
-        table.resize(count as usize, 0);
-        let mut bytes: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
-        bytes.resize(bytes.len().next_multiple_of(cluster), 0);
-        side::write(&mut self.side, offset, &bytes)?;
-        let mut header = self.header.clone();
-        let old = std::mem::replace(&mut header.l1, Table { offset, count });
-        let (at, patch) = header.patch_l1();
-        self.save_head(at, &patch)?;
-        (self.header, self.l1_disk) = (header, table);
-        let clusters = (u64::from(old.count) * 8).div_ceil(cluster as u64);
-        let first = old.offset / cluster as u64;
-        self.frees.durable.extend(first..first + clusters);
-        Ok(())
     }
 
     /// Offset of the table that L1 entry `index` names in memory.

@@ -5,6 +5,7 @@
 mod cache;
 pub mod chain;
 mod cycle;
+mod fetch;
 pub mod handle;
 mod image;
 mod inbox;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Refcounts of the open image and the allocator of host clusters. Lives under the image's `Meta` lock.
 //!
-//! Blocks are read on demand through the image's synchronous storage: one small read for some gigabytes of allocations.
-//! Nothing here is written: the cycle takes copies of what is dirty ([`Refs::take_dirty`]) and says how it went.
+//! Nothing here is read or written: what needs a block that is not in memory says so ([`Need::Read`]) and is asked again when
+//! it is; the cycle takes copies of what is dirty ([`Refs::take_dirty`]) and says how it went.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::io;
@@ -10,10 +10,12 @@ use std::io;
 use crate::qcow2::format::refcount::{MAX_TABLE_BYTES, Width, table_entry};
 use crate::storage::Storage;
 
-use super::side;
+use super::fetch::{Need, Want};
 
-/// Blocks kept beside the dirty ones, in bytes.
-const KEPT_BYTES: usize = 4 << 20;
+/// Most bytes of blocks kept beside the dirty ones.
+const KEPT_BYTES: u64 = 4 << 20;
+/// Fewest blocks kept, however small the budget.
+const LEAST_BLOCKS: usize = 4;
 /// How far the file is made longer at a time, in bytes.
 const AHEAD: u64 = 16 << 20;
 
@@ -24,6 +26,7 @@ struct Block {
     dirty: bool,
     /// A copy is being written.
     writing: bool,
+    /// When it was last looked at; `u64::MAX` before the first time: who asked for it has not been back yet.
     used: u64,
 }
 
@@ -60,6 +63,8 @@ pub struct Refs {
     disk: Vec<u64>,
     offset: u64,
     blocks: HashMap<usize, Block>,
+    /// So many of them stay beside the dirty ones.
+    kept: usize,
     pending: BTreeSet<usize>,
     /// The table moved to `offset`, and the header does not say so yet.
     moved: bool,
@@ -99,6 +104,7 @@ impl Refs {
             table,
             offset,
             blocks: HashMap::new(),
+            kept: LEAST_BLOCKS,
             pending: BTreeSet::new(),
             moved: false,
             replaced: Vec::new(),
@@ -107,6 +113,11 @@ impl Refs {
             file_len,
             clock: 0,
         }
+    }
+
+    /// Keeps blocks of about so many bytes.
+    pub fn keep(&mut self, budget: u64) {
+        self.kept = ((budget.min(KEPT_BYTES) >> self.cluster_bits) as usize).max(LEAST_BLOCKS);
     }
 
     fn block_bits(&self) -> u32 {
@@ -120,30 +131,37 @@ impl Refs {
         (self.offset + first as u64 * 8, bytes)
     }
 
-    fn load(&mut self, index: usize, storage: &mut Storage) -> io::Result<Option<&mut Block>> {
+    fn load(&mut self, index: usize) -> Result<Option<&mut Block>, Need> {
         self.clock += 1;
         let clock = self.clock;
         if !self.blocks.contains_key(&index) {
             let Some(raw) = self.table.get(index) else { return Ok(None) };
             let Some(offset) = table_entry(*raw, self.cluster_bits).map_err(|_| damaged())? else { return Ok(None) };
             if offset >= self.file_len {
-                return Err(damaged());
+                return Err(damaged().into());
             }
-            let data = side::read(storage, offset, 1 << self.cluster_bits, self.file_len)?;
-            self.make_room();
-            self.blocks.insert(index, Block { data, dirty: false, writing: false, used: clock });
+            return Err(Need::Read(Want::Block(index, offset)));
         }
         let Some(block) = self.blocks.get_mut(&index) else { return Ok(None) };
         block.used = clock;
         Ok(Some(block))
     }
 
-    fn make_room(&mut self) {
-        let most = (KEPT_BYTES >> self.cluster_bits).max(4);
-        if self.blocks.len() < most {
+    /// Takes a block that was asked for and is not here.
+    pub fn put(&mut self, index: usize, data: Vec<u8>) {
+        if self.blocks.contains_key(&index) {
             return;
         }
-        let idle = self.blocks.iter().filter(|(_, b)| !b.dirty && !b.writing).min_by_key(|(_, b)| b.used);
+        self.make_room();
+        self.blocks.insert(index, Block { data, dirty: false, writing: false, used: u64::MAX });
+    }
+
+    fn make_room(&mut self) {
+        if self.blocks.len() < self.kept {
+            return;
+        }
+        let idle = self.blocks.iter().filter(|(_, b)| !b.dirty && !b.writing && b.used != u64::MAX);
+        let idle = idle.min_by_key(|(_, b)| b.used);
         if let Some(index) = idle.map(|(i, _)| *i) {
             self.blocks.remove(&index);
         }
@@ -154,21 +172,29 @@ impl Refs {
         (usize::try_from(cluster >> bits).unwrap_or(usize::MAX), (cluster & ((1 << bits) - 1)) as usize)
     }
 
+    /// Number of the block that counts a cluster.
+    pub fn block_of(&self, cluster: u64) -> usize {
+        self.split(cluster).0
+    }
+
     /// The refcount of a cluster.
-    pub fn get(&mut self, cluster: u64, storage: &mut Storage) -> io::Result<u64> {
+    ///
+    /// # Errors
+    /// A block to read, or `EIO`: the image is damaged.
+    pub fn get(&mut self, cluster: u64) -> Result<u64, Need> {
         let width = self.width;
         let (index, entry) = self.split(cluster);
-        Ok(self.load(index, storage)?.map_or(0, |b| width.get(&b.data, entry)))
+        Ok(self.load(index)?.map_or(0, |b| width.get(&b.data, entry)))
     }
 
     /// Takes one reference of a cluster away.
     ///
     /// # Errors
-    /// `EIO` if it has none: the image is damaged.
-    pub fn drop_one(&mut self, cluster: u64, storage: &mut Storage) -> io::Result<u64> {
+    /// A block to read; `EIO` if it has none: the image is damaged.
+    pub fn drop_one(&mut self, cluster: u64) -> Result<u64, Need> {
         let width = self.width;
         let (index, entry) = self.split(cluster);
-        let block = self.load(index, storage)?.ok_or_else(damaged)?;
+        let block = self.load(index)?.ok_or_else(damaged)?;
         let left = width.add(&mut block.data, entry, -1).ok_or_else(damaged)?;
         block.dirty = true;
         if left == 0 {
@@ -177,12 +203,12 @@ impl Refs {
         Ok(left)
     }
 
-    fn set(&mut self, cluster: u64, count: u64, storage: &mut Storage) -> io::Result<()> {
+    fn set(&mut self, cluster: u64, count: u64) -> Result<(), Need> {
         let width = self.width;
         let (index, entry) = self.split(cluster);
-        let block = self.load(index, storage)?.ok_or_else(damaged)?;
+        let block = self.load(index)?.ok_or_else(damaged)?;
         if !width.set(&mut block.data, entry, count) {
-            return Err(damaged());
+            return Err(damaged().into());
         }
         block.dirty = true;
         Ok(())
@@ -210,8 +236,8 @@ impl Refs {
     /// Up to `most` adjacent clusters, at least one, each with a refcount of one from now on.
     ///
     /// # Errors
-    /// `ENOSPC`; `EIO` where the image is damaged. Nothing is allocated then.
-    pub fn alloc(&mut self, most: u64, storage: &mut Storage) -> io::Result<Run> {
+    /// A block to read; `ENOSPC`; `EIO` where the image is damaged. Nothing is allocated then.
+    pub fn alloc(&mut self, most: u64, storage: &mut Storage) -> Result<Run, Need> {
         loop {
             let (index, entry) = self.split(self.guess);
             if self.ensure_block(index, storage)? {
@@ -220,7 +246,7 @@ impl Refs {
             let (width, bits) = (self.width, self.block_bits());
             let base = (index as u64) << bits;
             let count = 1usize << bits;
-            let block = self.load(index, storage)?.ok_or_else(damaged)?;
+            let block = self.load(index)?.ok_or_else(damaged)?;
             let free = |e: usize| width.get(&block.data, e) == 0;
             let Some(first) = (entry..count).find(|e| free(*e)) else {
                 self.guess = base + count as u64;
@@ -230,11 +256,11 @@ impl Refs {
             let (first, run) = (base + first as u64, run as u64);
             if (first..first + run).any(|c| c == 0 || self.reserved.contains(&c)) {
                 // A table lies in a cluster that nobody refers to: one step further and it would be overwritten.
-                return Err(damaged());
+                return Err(damaged().into());
             }
             self.reach(first + run, storage)?;
             for cluster in first..first + run {
-                self.set(cluster, 1, storage)?;
+                self.set(cluster, 1)?;
             }
             self.guess = first + run;
             return Ok(self.used(first, run));
@@ -250,8 +276,10 @@ impl Refs {
     }
 
     /// Exactly `count` adjacent clusters.
-    pub fn alloc_exact(&mut self, count: u64, storage: &mut Storage) -> io::Result<Run> {
-        let start = self.guess;
+    ///
+    /// # Errors
+    /// See [`Refs::alloc`].
+    pub fn alloc_exact(&mut self, count: u64, storage: &mut Storage) -> Result<Run, Need> {
         let mut misfits = Vec::new();
         let found = loop {
             match self.alloc(count, storage) {
@@ -261,22 +289,21 @@ impl Refs {
             }
         };
         for run in misfits {
-            self.give_back(run.first, run.count, storage);
+            self.give_back(run.first, run.count);
         }
-        self.guess = self.guess.min(start);
         found
     }
 
     /// Frees clusters that nothing ever referred to, neither on disk nor in memory.
-    pub fn give_back(&mut self, first: u64, count: u64, storage: &mut Storage) {
+    pub fn give_back(&mut self, first: u64, count: u64) {
         for cluster in first..first + count {
-            // The block was just used; if it can't be read again the cluster leaks, which is no harm.
-            let _ = self.drop_one(cluster, storage);
+            // Their blocks are changed and not written, so they are here.
+            let _ = self.drop_one(cluster);
         }
     }
 
     /// Makes the block `index` if there is none; true if it took a cluster for that.
-    fn ensure_block(&mut self, index: usize, storage: &mut Storage) -> io::Result<bool> {
+    fn ensure_block(&mut self, index: usize, storage: &mut Storage) -> Result<bool, Need> {
         if index >= self.table.len() {
             self.grow(storage)?;
             return Ok(true);
@@ -288,7 +315,7 @@ impl Refs {
         let first = self.guess.max((index as u64) << self.block_bits());
         self.reach(first + 1, storage)?;
         self.add_block(index, first);
-        self.set(first, 1, storage)?;
+        self.set(first, 1)?;
         self.used(first, 1);
         self.guess = first + 1;
         Ok(true)
@@ -305,7 +332,7 @@ impl Refs {
     }
 
     /// Makes a larger table behind everything that the old one covers, with the blocks that count its clusters.
-    fn grow(&mut self, storage: &mut Storage) -> io::Result<()> {
+    fn grow(&mut self, storage: &mut Storage) -> Result<(), Need> {
         let (old, bits) = (self.table.len() as u64, self.block_bits());
         let start = old << bits;
         let per_cluster = 1u64 << (self.cluster_bits - 3);
@@ -319,7 +346,7 @@ impl Refs {
             (clusters, blocks) = (c.max(clusters), b.max(blocks));
         }
         if clusters << self.cluster_bits > MAX_TABLE_BYTES {
-            return Err(no_space());
+            return Err(no_space().into());
         }
         let end = start + clusters + blocks;
         self.reach(end, storage)?;
@@ -331,7 +358,7 @@ impl Refs {
             self.add_block((old + block) as usize, start + clusters + block);
         }
         for cluster in start..end {
-            self.set(cluster, 1, storage)?;
+            self.set(cluster, 1)?;
         }
         self.reserved.extend(start..start + clusters);
         self.used(start, end - start);

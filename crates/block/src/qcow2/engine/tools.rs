@@ -9,10 +9,13 @@ use crate::disk::{Extent, ExtentKind};
 
 use crate::qcow2::format::header::MAX_L1_BYTES;
 use crate::storage::Storage;
+use crate::storage::buffer::AlignedBuf;
 
 use super::chain::Chain;
-use super::handle::{Handle, Kind};
-use super::meta::Meta;
+use super::fetch::Need;
+use super::handle::{Handle, Kind, errno_of};
+use super::inbox::Waiter;
+use super::meta::{Meta, NewHead};
 use super::read::Found;
 use super::side;
 use super::zero::Change;
@@ -76,22 +79,31 @@ impl Handle {
             std::thread::yield_now();
             return Ok(());
         }
-        let bytes = match meta.unwritten(image, slice) {
-            Some(bytes) => bytes,
-            None => {
-                let offset = image.slice_offset(slice)?;
-                side::read(&mut meta.side, offset, image.slice_bytes(), u64::MAX)?
-            }
-        };
-        if !meta.plausible(image, slice, &bytes) {
-            meta.broke(image);
+        if let Some(bytes) = meta.unwritten(image, slice) {
+            let room = meta.install(image, slice, &bytes).is_some();
+            drop(meta);
+            return if room { Ok(()) } else { self.flush_now() };
         }
-        let room = meta.install(image, slice, &bytes).is_some();
+        let offset = image.slice_offset(slice)?;
+        let mut own = meta.side.share().ok_or_else(|| error(libc::EOPNOTSUPP))?;
+        meta.loading.insert(slice, Vec::new());
         drop(meta);
-        if !room {
-            self.flush_now()?;
+        let read = side::read(&mut own, offset, image.slice_bytes(), u64::MAX);
+        let buf = AlignedBuf::with(read.as_deref().unwrap_or_default(), image.slice_bytes());
+        let result = read.and_then(|_| buf.as_ref().map(|_| ()).map_err(|_| error(libc::ENOMEM)));
+        let errno = errno_of(&result);
+        match buf {
+            Ok(buf) => self.loaded(place, slice, buf, errno),
+            Err(_) => {
+                let waiters = image.lock().loading.remove(&slice).unwrap_or_default();
+                waiters.into_iter().for_each(|w| w.flushed(libc::ENOMEM));
+            }
         }
-        Ok(())
+        result?;
+        let meta = image.lock();
+        let room = image.cache.find(slice).is_some();
+        drop(meta);
+        if room { Ok(()) } else { self.flush_now() }
     }
 
     /// See [`crate::Disk::resize`].
@@ -135,7 +147,7 @@ impl Handle {
         top.size.store(bytes, Ordering::Release);
         let freed = self.wait_for(Kind::Zero(Change::Cut), whole, size.next_multiple_of(cluster));
         freed.and_then(|()| self.flush_now())?;
-        self.between_cycles(|meta| meta.save_size(bytes))?;
+        self.change_head(|meta| meta.head_with_size(bytes))?;
         if top.raw_data_file {
             self.data_file(&chain)?.set_len(bytes)?;
         }
@@ -158,37 +170,62 @@ impl Handle {
             }
         }
         if entries > u64::from(top.lock().header.l1.count) {
-            let place = top.lock().alloc_l1(entries)?;
+            let place = loop {
+                let place = top.lock().alloc_l1(entries);
+                match place {
+                    Ok(place) => break place,
+                    Err(Need::Read(want)) => self.fetch_now(top, want)?,
+                    Err(Need::Failed(e)) => return Err(e),
+                }
+            };
             // Their refcounts are on disk before the header names them.
             self.flush_now()?;
-            self.between_cycles(|meta| meta.move_l1(place.0, place.1))?;
+            self.change_head(|meta| meta.head_with_l1(place.0, place.1))?;
         }
         top.size.store(bytes, Ordering::Release);
         // What another writer left behind the old end, and what a backing file has there.
         let whole = size.next_multiple_of(top.layout.cluster_size()).min(bytes);
         let to = if top.has_backing { bytes } else { whole };
         let zeroed = self.wait_for(Kind::Zero(Change::Zero(true)), size, to).and_then(|()| self.flush_now());
-        if let Err(e) = zeroed.and_then(|()| self.between_cycles(|meta| meta.save_size(bytes))) {
+        if let Err(e) = zeroed.and_then(|()| self.change_head(|meta| meta.head_with_size(bytes))) {
             top.size.store(size, Ordering::Release);
             return Err(e);
         }
         Ok(())
     }
 
-    /// Changes the header while no cycle does.
-    fn between_cycles(&mut self, mut change: impl FnMut(&mut Meta) -> io::Result<()>) -> io::Result<()> {
+    /// Changes the header, in place of a cycle: none runs meanwhile.
+    fn change_head(&mut self, change: impl FnOnce(&Meta) -> NewHead) -> io::Result<()> {
         let chain = Arc::clone(&self.chain);
         let Some(top) = chain.top() else { return Err(error(libc::EIO)) };
-        loop {
-            let mut meta = top.lock();
+        let mut meta = loop {
+            let meta = top.lock();
             if !meta.cycles.running {
-                return change(&mut meta);
+                break meta;
             }
             drop(meta);
             self.commit();
             self.pump();
             std::thread::yield_now();
+        };
+        let mut own = meta.side.share().ok_or_else(|| error(libc::EOPNOTSUPP))?;
+        let new = change(&meta);
+        meta.cycles.running = true;
+        drop(meta);
+        let result = new.write(&mut own);
+        let mut meta = top.lock();
+        if result.is_ok() {
+            meta.new_head_written(new);
         }
+        // What was written has no mark of damage that was met meanwhile.
+        meta.mark_broken(top);
+        meta.cycles.running = false;
+        meta.made_room();
+        // Flushes that came meanwhile wait for someone to run the next cycle.
+        let leader = if meta.cycles.waiters.is_empty() { None } else { Some(meta.cycles.waiters.remove(0)) };
+        drop(meta);
+        leader.into_iter().for_each(Waiter::go_on);
+        result
     }
 
     fn data_file<'a>(&self, chain: &'a Chain) -> io::Result<&'a Storage> {

@@ -12,6 +12,7 @@ use crate::qcow2::format::entry::{Mapping, Partial};
 use crate::storage::buffer::{AlignedBuf, cut};
 
 use super::chain::Chain;
+use super::fetch::Need;
 use super::handle::{Handle, Kind, Parent, State, Tag, Task};
 use super::image::{Image, Look};
 use super::meta::{InFlight, Meta, host_of};
@@ -196,10 +197,8 @@ impl Handle {
             other.waiters.push(self.waiter(index));
             return;
         }
-        if let Err(e) = meta.own_table(top, top.table_of(cluster)) {
-            meta.broke_by(top, &e);
-            task.errno = e.raw_os_error().unwrap_or(libc::EIO);
-            return;
+        if let Err(need) = meta.own_table(top, top.table_of(cluster)) {
+            return self.lacks(index, task, (top, meta), need);
         }
         let (slice, _) = top.place(cluster);
         let Some(slot) = top.cache.find(slice) else {
@@ -218,11 +217,7 @@ impl Handle {
         }
         let (host, count, kept, fresh) = match self.place_for(&mut meta, top, task, &old) {
             Ok(place) => place,
-            Err(e) => {
-                meta.broke_by(top, &e);
-                task.errno = e.raw_os_error().unwrap_or(libc::EIO);
-                return;
-            }
+            Err(need) => return self.lacks(index, task, (top, meta), need),
         };
         let data = (task.cursor, task.end.min((cluster + count) << top.layout.cluster_bits));
         let last = entry(top, cluster + count - 1).unwrap_or(Mapping::Unallocated);
@@ -248,7 +243,7 @@ impl Handle {
         top: &Image,
         task: &Task,
         old: &Mapping,
-    ) -> std::io::Result<(u64, u64, bool, bool)> {
+    ) -> Result<(u64, u64, bool, bool), Need> {
         let bits = top.layout.cluster_bits;
         let cluster = task.cursor >> bits;
         match *old {
@@ -515,7 +510,7 @@ fn leave(meta: &mut Meta, top: &Image, cluster: u64, kept: bool) {
     }
     let Some(flight) = meta.in_flight.remove(&cluster) else { return };
     if !flight.published && !kept && !top.layout.data_file {
-        meta.unalloc(flight.host >> top.layout.cluster_bits, 1);
+        meta.unalloc(flight.host >> top.layout.cluster_bits);
     }
     let (slice, _) = top.place(cluster);
     if let Some(slot) = top.cache.find(slice) {

@@ -102,10 +102,8 @@ impl Handle {
             task.cursor = task.end.min((task.cursor & !(span - 1)) + span);
             return;
         }
-        if let Err(e) = meta.own_table(top, table) {
-            meta.broke_by(top, &e);
-            task.errno = e.raw_os_error().unwrap_or(libc::EIO);
-            return;
+        if let Err(need) = meta.own_table(top, table) {
+            return self.lacks(index, task, (top, meta), need);
         }
         let (slice, _) = top.place(first);
         let Some(slot) = top.cache.find(slice) else {
