@@ -16,7 +16,7 @@ mod storage;
 
 pub use disk::{Completion, Disk, Extent, ExtentKind, Limits, Op, Request};
 pub use error::Error;
-pub use options::{Aio, BackingGate, Cache, Cow, Format, Options, Qcow2Options, Secret};
+pub use options::{Aio, BackingGate, Cache, Cow, Format, Options, Qcow2Options, Secret, Zeros};
 pub use storage::buffer::AlignedBuf;
 pub use storage::faults::{Fault, FaultPlan};
 pub use storage::mem::MemImage;

@@ -56,6 +56,18 @@ pub enum Cow {
     ZeroAware,
 }
 
+/// How zeroes get into a cluster that is new to the disk and not to the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Zeros {
+    /// What a short measurement of the file system says; with `cow=explicit` they are written.
+    #[default]
+    Auto,
+    /// In one write with the data.
+    Write,
+    /// By `fallocate`, beside the write of the data.
+    Fallocate,
+}
+
 /// Which other files an image may name (backing files, an external data file).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum BackingGate {
@@ -136,6 +148,8 @@ pub struct Qcow2Options {
     pub l2_cache: Option<u64>,
     /// How writes allocate.
     pub cow: Cow,
+    /// How they write zeroes.
+    pub zeros: Zeros,
     /// Which files the image may name.
     pub backing: BackingGate,
     /// Open the encrypted images of the chain: the first key the first of them from the top down, and so on. The last one

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard};
 
-use block::{Aio, Cache, Cow, Disk, Error, Fault, FaultPlan, MemImage, Op, Options, Qcow2Options};
+use block::{Aio, Cache, Cow, Disk, Error, Fault, FaultPlan, MemImage, Op, Options, Qcow2Options, Zeros};
 use common::{Buffer, Rng, User};
 
 /// One at a time: a process just started holds, for a moment, every lock of the one that started it.
@@ -45,6 +45,7 @@ struct Case {
     cache: Cache,
     aio: Aio,
     cow: Cow,
+    zeros: Zeros,
     l2_cache: Option<u64>,
 }
 
@@ -56,6 +57,7 @@ const BASE: Case = Case {
     cache: Cache::Writeback,
     aio: Aio::Auto,
     cow: Cow::ZeroAware,
+    zeros: Zeros::Auto,
     l2_cache: None,
 };
 
@@ -132,7 +134,7 @@ fn options(case: &Case, path: &Path) -> Options {
     Options {
         cache: case.cache,
         aio: case.aio,
-        qcow2: Qcow2Options { cow: case.cow, l2_cache: case.l2_cache, ..Qcow2Options::default() },
+        qcow2: Qcow2Options { cow: case.cow, zeros: case.zeros, l2_cache: case.l2_cache, ..Qcow2Options::default() },
         ..Options::qcow2(path)
     }
 }
@@ -189,6 +191,16 @@ fn random_requests_on_images_of_all_shapes() {
         Case { name: "threads", aio: Aio::Threads, ..BASE },
         Case { name: "v2", create: &["-o", "compat=0.10"], ..BASE },
         Case { name: "explicit", cow: Cow::Explicit, ..BASE },
+        Case { name: "explicit, fallocate", cow: Cow::Explicit, zeros: Zeros::Fallocate, ..BASE },
+        Case {
+            name: "explicit, fallocate, direct",
+            cow: Cow::Explicit,
+            zeros: Zeros::Fallocate,
+            cache: Cache::None,
+            aio: Aio::IoUring,
+            ..BASE
+        },
+        Case { name: "written", zeros: Zeros::Write, ..BASE },
         Case { name: "unallocated", cow: Cow::Unallocated, cache: Cache::None, ..BASE },
         Case { name: "small clusters", create: &["-o", "cluster_size=512"], cluster: 512, size: 2 << 20, ..BASE },
         Case {
@@ -202,6 +214,14 @@ fn random_requests_on_images_of_all_shapes() {
         Case { name: "narrow", create: &["-o", "refcount_bits=1"], ..BASE },
         Case { name: "4K", create: &["-o", "cluster_size=4096"], cluster: 4096, l2_cache: Some(0), ..BASE },
         Case { name: "2M", create: &["-o", "cluster_size=2M"], cluster: 2 << 20, size: 32 << 20, ..BASE },
+        Case {
+            name: "2M, fallocate",
+            create: &["-o", "cluster_size=2M"],
+            cluster: 2 << 20,
+            size: 32 << 20,
+            zeros: Zeros::Fallocate,
+            ..BASE
+        },
         Case { name: "extended", create: &["-o", "extended_l2=on"], ..BASE },
         Case {
             name: "extended, direct",

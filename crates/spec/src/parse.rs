@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use crate::{
     Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, DiskThreads, KernelDecompress, MAX_CPUS, Memory, Paths,
-    SpecError, Throttle,
+    SpecError, Throttle, Zeros,
 };
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
@@ -69,6 +69,12 @@ impl Word for Cow {
     const WHAT: &'static str = "a way to fill new clusters";
     const WORDS: &'static [(&'static str, Self)] =
         &[("explicit", Self::Explicit), ("unallocated", Self::Unallocated), ("zero-aware", Self::ZeroAware)];
+}
+
+impl Word for Zeros {
+    const WHAT: &'static str = "a way to write zeroes";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("auto", Self::Auto), ("write", Self::Write), ("fallocate", Self::Fallocate)];
 }
 
 impl FromText for Backing {
@@ -313,7 +319,7 @@ impl FromText for Cpus {
 
 impl FromText for Disk {
     /// `root.raw` or `path=root.raw,readonly=on,cache=none,format=raw,aio=io_uring,serial=X`; for qcow2 also `l2-cache=4M`,
-    /// `cow=explicit`, `backing=any`, `key=FILE`; of the device `queues=4`, `threads=shared`, block sizes, and the keys of [`Throttle`].
+    /// `cow=explicit`, `zeros=write`, `backing=any`, `key=FILE`; of the device `queues=4`, `threads=shared`, block sizes, and the keys of [`Throttle`].
     fn from_text(text: &str) -> Result<Self, SpecError> {
         const KEYS: &[&str] = &[
             "path",
@@ -324,6 +330,7 @@ impl FromText for Disk {
             "serial",
             "l2-cache",
             "cow",
+            "zeros",
             "backing",
             "key",
             "queues",
@@ -347,6 +354,7 @@ impl FromText for Disk {
             serial: group.read("serial", |_, v| Ok(v.to_owned()))?,
             l2_cache: group.read("l2-cache", parse_size)?,
             cow: group.read("cow", Cow::from_word)?.unwrap_or(default.cow),
+            zeros: group.read("zeros", Zeros::from_word)?.unwrap_or(default.zeros),
             backing: group.read("backing", at)?.unwrap_or(default.backing),
             key: group.read("key", at)?.unwrap_or(default.key),
             queues: group.read("queues", parse_number)?,
@@ -445,7 +453,7 @@ mod tests {
         assert_eq!(fails::<Disk>("readonly=on"), "`path` is missing: disk; add path=VALUE");
         assert_eq!(
             fails::<Disk>("a.raw,ro"),
-            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial, l2-cache, cow, backing, key, \
+            "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial, l2-cache, cow, zeros, backing, key, \
              queues, threads, logical-block-size, physical-block-size, bps, bps-burst, iops, iops-burst"
         );
         assert_eq!(
@@ -454,11 +462,12 @@ mod tests {
         );
         assert_eq!(fails::<Disk>("a,format=vmdk"), "`vmdk` is not a disk format: disk.format; use raw or qcow2");
         assert_eq!(
-            Disk::from_text("a,format=qcow2,l2-cache=4M,cow=explicit,backing=any").unwrap(),
+            Disk::from_text("a,format=qcow2,l2-cache=4M,cow=explicit,zeros=fallocate,backing=any").unwrap(),
             Disk {
                 format: DiskFormat::Qcow2,
                 l2_cache: Some(4 << 20),
                 cow: Cow::Explicit,
+                zeros: Zeros::Fallocate,
                 backing: Backing::Any,
                 ..Disk::new("a")
             }
@@ -526,6 +535,7 @@ mod tests {
         }
         check::<DiskFormat>();
         check::<Cow>();
+        check::<Zeros>();
         check::<DiskThreads>();
         check::<Cache>();
         check::<Aio>();

@@ -151,6 +151,9 @@ pub struct Disk {
     /// How a write that allocates a qcow2 cluster treats what is around its data.
     #[serde(default)]
     pub cow: Cow,
+    /// How it gets zeroes into the file.
+    #[serde(default)]
+    pub zeros: Zeros,
     /// Which other files a qcow2 image may name.
     #[serde(default)]
     pub backing: Backing,
@@ -187,6 +190,7 @@ impl Disk {
             serial: None,
             l2_cache: None,
             cow: Cow::default(),
+            zeros: Zeros::default(),
             backing: Backing::default(),
             key: Paths::default(),
             queues: None,
@@ -247,6 +251,19 @@ pub enum Cow {
     /// Writes nothing, or zeroes cheaply, wherever the range reads as zeroes.
     #[default]
     ZeroAware,
+}
+
+/// How zeroes get into a cluster that is new to the disk and not to the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Zeros {
+    /// As a short measurement of the file system says.
+    #[default]
+    Auto,
+    /// In one write with the data.
+    Write,
+    /// By `fallocate`, beside the data.
+    Fallocate,
 }
 
 /// Which other files an image may name. In text one of the words, or paths with a colon between them.

@@ -139,6 +139,7 @@ const FLAGS: &[Flag] = &[
             "path=FILE[,readonly=on|off][,cache=writeback|none|unsafe]",
             "[,aio=auto|io_uring|threads][,serial=TEXT][,format=raw|qcow2]",
             "[,l2-cache=SIZE][,cow=zero-aware|unallocated|explicit]",
+            "[,zeros=auto|write|fallocate]",
             "[,backing=folder|none|any|PATH:PATH...][,key=FILE:FILE...]",
             "[,queues=N][,threads=per-queue|shared]",
             "[,logical-block-size=SIZE][,physical-block-size=SIZE]",

@@ -138,6 +138,11 @@ impl FileStorage {
         }
     }
 
+    /// The file and whether its I/O is direct, if it is a regular one.
+    pub fn plain(&self) -> Option<(Arc<File>, bool)> {
+        (!self.block_device).then(|| (Arc::clone(&self.file), self.direct))
+    }
+
     /// See [`super::Storage::len`].
     pub fn len(&self) -> io::Result<u64> {
         if self.block_device { sys::device_size(&self.file) } else { Ok(self.file.metadata()?.len()) }

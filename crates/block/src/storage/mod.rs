@@ -12,6 +12,7 @@ pub mod record;
 pub mod sys;
 pub mod threads;
 pub mod uring;
+pub mod zeroing;
 
 use std::io;
 

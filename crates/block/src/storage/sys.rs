@@ -184,14 +184,18 @@ pub fn cannot(err: &io::Error) -> bool {
 
 /// Whether the file lies on a file system that keeps no checksum of its data: ext2 to ext4 and XFS are known not to.
 pub fn keeps_no_checksums(file: &File) -> bool {
+    file_system(file).is_some_and(|kind| kind == libc::EXT4_SUPER_MAGIC || kind == libc::XFS_SUPER_MAGIC)
+}
+
+/// The kind of file system that the file lies on: its magic number.
+pub fn file_system(file: &File) -> Option<i64> {
     let mut found = std::mem::MaybeUninit::<libc::statfs>::uninit();
     // SAFETY: `found` is room for a statfs, and the descriptor is open since `file` is borrowed.
     if unsafe { libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()) } != 0 {
-        return false;
+        return None;
     }
     // SAFETY: the call succeeded, so the kernel has filled it.
-    let kind = unsafe { found.assume_init() }.f_type;
-    kind == libc::EXT4_SUPER_MAGIC || kind == libc::XFS_SUPER_MAGIC
+    Some(unsafe { found.assume_init() }.f_type)
 }
 
 fn fallocate(file: &File, mode: libc::c_int, offset: u64, len: u64) -> io::Result<()> {
@@ -231,6 +235,17 @@ pub fn discard(file: &File, block_device: bool, offset: u64, len: u64) -> io::Re
     }
 }
 
+/// `fallocate`'s way to make a range read as zeroes and keep its space.
+pub const ZERO_RANGE: libc::c_int = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+/// Makes the range read as zeroes without writing them.
+///
+/// # Errors
+/// What `fallocate` says; `EOPNOTSUPP` where the file system can't.
+pub fn zero_range(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    fallocate(file, ZERO_RANGE, offset, len)
+}
+
 /// Makes the range read as zeroes: by a hole if `unmap` and the host has holes, else by zero extents, else by writing zeroes.
 ///
 /// # Errors
@@ -242,7 +257,7 @@ pub fn write_zeroes(file: &File, offset: u64, len: u64, unmap: bool) -> io::Resu
             other => return other,
         }
     }
-    match fallocate(file, libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE, offset, len) {
+    match zero_range(file, offset, len) {
         Err(e) if cannot(&e) => {}
         other => return other,
     }

@@ -168,7 +168,8 @@ impl Uring {
     /// Queues a request.
     pub fn submit(&mut self, request: &Request<'_>) {
         let Request { id, op, offset, len, segs } = *request;
-        if self.broken || matches!(op, Op::Discard | Op::WriteZeroes { .. }) {
+        let quick = op == Op::WriteZeroes { unmap: false } && !self.block_device;
+        if self.broken || (matches!(op, Op::Discard | Op::WriteZeroes { .. }) && !quick) {
             // No ring operation covers these with their fallbacks; they are rare and bounded by the device's limits.
             let result = sys::execute(&self.file, self.block_device, op, offset, len, segs);
             self.early.push(Completion { id, result });
@@ -298,6 +299,13 @@ impl Uring {
                 let id = cqe.user_data() as u16;
                 let Some(flight) = self.flights.get_mut(usize::from(id)) else { continue };
                 match flight.advance(cqe.result()) {
+                    Some(Err(e)) if flight.zeroes() && sys::cannot(&e) => {
+                        // The other ways to zeroes, slower ones.
+                        let (op, offset, len) = (Op::WriteZeroes { unmap: false }, flight.offset, flight.len);
+                        let result = sys::execute(&self.file, self.block_device, op, offset, len, &[]);
+                        self.in_flight = self.in_flight.saturating_sub(1);
+                        done.push(Completion { id, result });
+                    }
                     Some(result) => {
                         self.in_flight = self.in_flight.saturating_sub(1);
                         done.push(Completion { id, result });
@@ -371,8 +379,16 @@ impl Flight {
             (Some(Op::Write), [one], None) => opcode::Write::new(FILE, one.ptr, len(one)).offset(offset).build(),
             (Some(Op::Read), ..) => opcode::Readv::new(FILE, iov, count).offset(offset).build(),
             (Some(Op::Write), ..) => opcode::Writev::new(FILE, iov, count).offset(offset).build(),
+            (Some(Op::WriteZeroes { .. }), ..) => {
+                opcode::Fallocate::new(FILE, self.len).offset(offset).mode(sys::ZERO_RANGE).build()
+            }
             _ => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
         }
+    }
+
+    /// Whether it is `fallocate`'s.
+    fn zeroes(&self) -> bool {
+        matches!(self.op, Some(Op::WriteZeroes { .. }))
     }
 
     /// Books what the kernel said; `None` means that there is more to do.
@@ -383,7 +399,7 @@ impl Flight {
             }
             return Some(Err(io::Error::from_raw_os_error(-result)));
         };
-        if self.op == Some(Op::Flush) {
+        if self.op == Some(Op::Flush) || self.zeroes() {
             return Some(Ok(()));
         }
         self.done += n;

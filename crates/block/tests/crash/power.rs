@@ -5,7 +5,7 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-use block::{Disk, Event, Fault, FaultPlan, Op, RecordImage};
+use block::{Change, Disk, Event, Fault, FaultPlan, Op, RecordImage};
 use testkit::qcow2::cut::{Host, Luck};
 use testkit::qcow2::history::Style;
 use testkit::qcow2::player::tick;
@@ -205,16 +205,40 @@ fn judge(kind: &Kind<'_>, files: Files, ledger: &Ledger, now: u64, turn: u64) ->
 
 /// Cuts at every line of a history's log; how many images that made.
 pub fn cut_everywhere(kind: &Kind<'_>, seed: u64, shots: u64, host: Host) -> Result<u64, String> {
-    let Played { log, ledger, .. } = record(kind, seed).map_err(|e| format!("TARE_SEED={seed}: {e}"))?;
-    let mut cuts = Cuts::on(host, kind.start.clone(), &log);
+    let played = record(kind, seed).map_err(|e| format!("TARE_SEED={seed}: {e}"))?;
+    cut(kind, (seed, shots, host), &played, |_| true)
+}
+
+/// Cuts only where the first write of a header that names another refcount table may be on the medium or not, up to the
+/// second sync after it.
+pub fn cut_where_a_table_moves(kind: &Kind<'_>, seed: u64, shots: u64) -> Result<u64, String> {
+    let played = record(kind, seed).map_err(|e| format!("TARE_SEED={seed}: {e}"))?;
+    let named = |data: &[u8]| data.get(48..60).map(<[u8]>::to_vec);
+    let old = named(&kind.start[0]);
+    let moves = |e: &Event| matches!(e, Event::Begin { file: 0, change: Change::Write { offset: 0, data }, .. } if named(data) != old);
+    let Some(first) = played.log.iter().position(moves) else { return Ok(0) };
+    let syncs = |e: &Event| matches!(e, Event::Begin { change: Change::Sync, .. });
+    let rest = played.log.iter().enumerate().skip(first).filter(|(_, e)| syncs(e));
+    let last = rest.map(|(at, _)| at).nth(1).unwrap_or(played.log.len());
+    cut(kind, (seed, shots, Host::Honest), &played, |line| (first..=last + 1).contains(&line))
+}
+
+fn cut(
+    kind: &Kind<'_>,
+    (seed, shots, host): (u64, u64, Host),
+    Played { log, ledger, .. }: &Played,
+    here: impl Fn(usize) -> bool,
+) -> Result<u64, String> {
+    let mut cuts = Cuts::on(host, kind.start.clone(), log);
     let (mut made, rng) = (0, &mut Rng::new(seed ^ 0xc07));
     loop {
-        if !matches!(log.get(cuts.line().wrapping_sub(1)), Some(Event::Mark(_))) {
+        let mark = matches!(log.get(cuts.line().wrapping_sub(1)), Some(Event::Mark(_)));
+        if !mark && here(cuts.line()) {
             for _ in 0..shots {
                 let luck = *rng.pick(&Luck::ALL);
                 let left = cuts.files(luck, rng);
                 made += 1;
-                if let Err(why) = judge(kind, left, &ledger, cuts.now(), made) {
+                if let Err(why) = judge(kind, left, ledger, cuts.now(), made) {
                     let near = cuts.line().saturating_sub(12)..(cuts.line() + 2).min(log.len());
                     return Err(format!(
                         "TARE_SEED={seed}, cut at line {} of {}, {luck:?}, {} changes at stake: {why}\nthe log near it:\n{}",

@@ -16,7 +16,8 @@ pub const HELP: &str = "\
 usage: tare img bench [-c COUNT] [-d DEPTH] [-f FORMAT] [--flush-interval=N] [-i AIO]
                       [--no-drain] [-o OFFSET] [--pattern=BYTE] [-q] [-s SIZE] [-S STEP]
                       [--random[=SEED]] [-t CACHE] [-w] [--output=json]
-                      [--backing=GATE] [--cow=MODE] [--key=FILE] [--l2-cache=SIZE] FILE
+                      [--backing=GATE] [--cow=MODE] [--key=FILE] [--l2-cache=SIZE]
+                      [--zeros=WAY] FILE
 
 Runs COUNT sequential (or random) requests on an image and prints how long they took.
 The options are qemu-img's.
@@ -38,6 +39,7 @@ The options are qemu-img's.
   --output=json        the figures as JSON
   --cow=MODE           how qcow2 allocates: explicit, unallocated or zero-aware [zero-aware]
   --l2-cache=SIZE      for qcow2's tables [what the disk needs, at most 32M]
+  --zeros=WAY          how it zeroes around data: write, fallocate, or auto, which measures [auto]
 
 exit codes: 0 done; 1 a request failed or the image can't be opened
 ";
@@ -97,6 +99,7 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
                 "backing" => asked.how.take_gate(options)?,
                 "key" => asked.how.take_key(options)?,
                 "cow" => asked.how.take_cow(options)?,
+                "zeros" => asked.how.take_zeros(options)?,
                 "l2-cache" => asked.how.l2_cache = Some(options.size()?),
                 "no-drain" => asked.drain = false,
                 "pattern" => asked.pattern = options.number(0..=255)? as u8,

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 pub use block::BackingGate as Gate;
 use block::qcow2::offline;
-use block::{Aio, Cache, Cow, Disk, Format, Secret};
+use block::{Aio, Cache, Cow, Disk, Format, Secret, Zeros};
 use spec::FromText as _;
 
 use super::args::{Options, Refusal};
@@ -42,6 +42,9 @@ pub fn looked_for(path: &Path) -> Format {
 const COWS: &[(&str, Cow)] =
     &[("explicit", Cow::Explicit), ("unallocated", Cow::Unallocated), ("zero-aware", Cow::ZeroAware)];
 
+/// Words of `--zeros`.
+const ZEROS: &[(&str, Zeros)] = &[("auto", Zeros::Auto), ("write", Zeros::Write), ("fallocate", Zeros::Fallocate)];
+
 /// What the options said about one image.
 #[derive(Clone, Debug, Default)]
 pub struct How {
@@ -57,6 +60,8 @@ pub struct How {
     pub gate: Gate,
     /// `--cow`
     pub cow: Cow,
+    /// `--zeros`
+    pub zeros: Zeros,
     /// `--l2-cache`
     pub l2_cache: Option<u64>,
     /// `--key`, given once for each encrypted image of the chain
@@ -107,6 +112,12 @@ impl How {
         Ok(())
     }
 
+    /// Takes the value of `--zeros`.
+    pub fn take_zeros(&mut self, options: &mut Options<'_>) -> Result<(), Refusal> {
+        self.zeros = options.word("a way to write zeroes", ZEROS)?;
+        Ok(())
+    }
+
     /// The format: what was said, or what the file looks like.
     pub fn format_of(&self, path: &Path) -> Format {
         self.format.unwrap_or_else(|| looked_for(path))
@@ -129,6 +140,7 @@ impl How {
         options.qcow2.snapshot = snapshot.map(str::to_owned);
         options.format = self.format_of(path);
         options.qcow2.cow = self.cow;
+        options.qcow2.zeros = self.zeros;
         options.qcow2.l2_cache = self.l2_cache;
         options.qcow2.backing = self.gate.clone();
         options.qcow2.keys = self.keys.clone();

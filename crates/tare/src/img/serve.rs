@@ -15,7 +15,7 @@ use super::interrupt;
 pub const HELP: &str = "\
 usage: tare img serve --nbd SOCKET | --vhost-user SOCKET [-f FORMAT] [-i AIO] [-r] [-t CACHE]
                       [--name=NAME] [--shared=N] [--serial=TEXT] [--backing=GATE] [--key=FILE]
-                      [--cow=MODE] [--l2-cache=SIZE] FILE
+                      [--cow=MODE] [--l2-cache=SIZE] [--zeros=WAY] FILE
 
 Serves an image on a Unix socket until SIGINT or SIGTERM. Over NBD: newstyle handshake,
 structured replies, block status (base:allocation), several connections. Over vhost-user
@@ -33,6 +33,7 @@ guest, one at a time. Whoever may write to the socket may use the disk.
   --serial=TEXT   what a vhost-user guest reads as serial number, at most 20 bytes
   --cow=MODE      how qcow2 allocates: explicit, unallocated or zero-aware [zero-aware]
   --l2-cache=SIZE for qcow2's tables [what the disk needs, at most 32M]
+  --zeros=WAY     how it zeroes around data: write, fallocate, or auto, which measures [auto]
 
 exit codes: 0 ended by a signal, everything durable; 1 the image or the socket can't be used
 ";
@@ -63,6 +64,7 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
                 "backing" => asked.how.take_gate(options)?,
                 "key" => asked.how.take_key(options)?,
                 "cow" => asked.how.take_cow(options)?,
+                "zeros" => asked.how.take_zeros(options)?,
                 "l2-cache" => asked.how.l2_cache = Some(options.size()?),
                 "nbd" | "vhost-user" => sockets.push((name == "vhost-user", PathBuf::from(options.value()?))),
                 "serial" => asked.serial = Some(options.text()?),

@@ -3,12 +3,12 @@
 
 use std::path::{Path, PathBuf};
 
-use block::{Aio, BackingGate, Cache, Cow, Format, Options, Qcow2Options};
+use block::{Aio, BackingGate, Cache, Cow, Format, Options, Qcow2Options, Zeros};
 
 use super::rng::Rng;
 
 /// How many values each option has, in the order of [`Row`]'s fields.
-const VALUES: [u8; 17] = [2, 8, 7, 2, 2, 2, 3, 3, 6, 4, 3, 3, 3, 3, 2, 2, 2];
+const VALUES: [u8; 18] = [2, 8, 7, 2, 2, 2, 3, 3, 6, 4, 3, 3, 3, 3, 2, 2, 2, 3];
 
 /// One set of options: an index into the values of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -74,6 +74,8 @@ fields! {
     resize = 15: bool => [false, true];
     /// Encrypted by LUKS; up to the user of the row, as are its words and keys.
     encrypted = 16: bool => [false, true];
+    /// How allocating writes get their zeroes.
+    zeros = 17: Zeros => [Zeros::Auto, Zeros::Fallocate, Zeros::Write];
 }
 
 impl Row {
@@ -177,7 +179,8 @@ impl Row {
     /// How tare opens such an image.
     #[must_use]
     pub fn options(&self, path: impl Into<PathBuf>) -> Options {
-        let qcow2 = Qcow2Options { cow: self.cow(), backing: BackingGate::SameFolder, ..Qcow2Options::default() };
+        let backing = BackingGate::SameFolder;
+        let qcow2 = Qcow2Options { cow: self.cow(), zeros: self.zeros(), backing, ..Qcow2Options::default() };
         Options { format: Format::Qcow2, qcow2, cache: self.cache(), aio: self.aio(), ..Options::new(path) }
     }
 }

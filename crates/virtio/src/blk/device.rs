@@ -112,6 +112,11 @@ impl Blk {
             spec::Cow::Unallocated => block::Cow::Unallocated,
             spec::Cow::ZeroAware => block::Cow::ZeroAware,
         };
+        options.qcow2.zeros = match spec.zeros {
+            spec::Zeros::Auto => block::Zeros::Auto,
+            spec::Zeros::Write => block::Zeros::Write,
+            spec::Zeros::Fallocate => block::Zeros::Fallocate,
+        };
         options.qcow2.backing = match &spec.backing {
             spec::Backing::None => block::BackingGate::None,
             spec::Backing::Folder => block::BackingGate::SameFolder,

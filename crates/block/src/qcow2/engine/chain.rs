@@ -18,6 +18,7 @@ use crate::qcow2::format::crypto::{self, Cipher};
 use crate::qcow2::format::header::{Crypt, Header, incompatible};
 use crate::storage::Storage;
 use crate::storage::file::FileStorage;
+use crate::storage::zeroing::Zeroing;
 
 use super::image::{How, Image, read_header};
 use super::{mend, past, side};
@@ -107,8 +108,9 @@ pub fn open_alone(mut storage: Storage, data: Option<Storage>, options: &Options
     let limits = Limits { block_size: 512, discard_granularity: 512 };
     let mut builder = Builder::new(options);
     let cipher = builder.keys.unlock(path, &header, &mut storage, !options.readonly)?;
-    let image = image(storage.share(), path, &header, len, how(options, !options.readonly, 512, cipher))?;
+    let mut image = image(storage.share(), path, &header, len, how(options, !options.readonly, 512, cipher))?;
     let files: Vec<Storage> = std::iter::once(storage).chain(data).collect();
+    image.zeros = files.last().map_or_else(Zeroing::default, |data| Zeroing::new(options.qcow2.zeros, data));
     let place = Place { layer: Layer::Qcow2(Box::new(image)), file: 0, data: files.len() - 1 };
     let ends = files.iter().map(|f| if options.readonly { f.len().unwrap_or(0) } else { u64::MAX }).collect();
     builder.chain = Some(Chain { places: vec![place], files, ends, limits });
@@ -245,7 +247,7 @@ impl<'a> Builder<'a> {
             serveable(path, &header)?;
         }
         let cipher = self.keys.unlock(path, &header, &mut storage, writable)?;
-        let image = image(storage.share(), path, &header, len, how(self.options, writable, unit, cipher))?;
+        let mut image = image(storage.share(), path, &header, len, how(self.options, writable, unit, cipher))?;
         let mut files = vec![storage];
         let mut data = file;
         if header.has(incompatible::DATA_FILE) {
@@ -260,6 +262,9 @@ impl<'a> Builder<'a> {
             }
             files.push(storage);
             data += 1;
+        }
+        if let Some(data) = files.last().filter(|_| writable) {
+            image.zeros = Zeroing::new(self.options.qcow2.zeros, data);
         }
         self.push(Place { layer: Layer::Qcow2(Box::new(image)), file, data }, files, limits);
         self.below(path, &header)

@@ -82,7 +82,13 @@ impl Meta {
 
 impl Handle {
     /// Parks a task until it has what it needs, or fails it.
-    pub(super) fn lacks(&mut self, index: u32, task: &mut Task, (top, mut meta): (&Image, MutexGuard<'_, Meta>), need: Need) {
+    pub(super) fn lacks(
+        &mut self,
+        index: u32,
+        task: &mut Task,
+        (top, mut meta): (&Image, MutexGuard<'_, Meta>),
+        need: Need,
+    ) {
         match need {
             Need::Failed(e) => {
                 meta.broke_by(top, &e);

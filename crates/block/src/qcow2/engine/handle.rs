@@ -596,6 +596,11 @@ impl Handle {
         }
     }
 
+    /// Whether there are numbers enough for pieces that could be spared.
+    pub(super) fn roomy(&self) -> bool {
+        self.ios.len() < MOST_IOS / 2
+    }
+
     /// A buffer of `len` bytes, a used one if there is one.
     pub(super) fn buffer(&mut self, len: usize) -> io::Result<AlignedBuf> {
         match self.spare.iter().position(|b| b.len() == len) {

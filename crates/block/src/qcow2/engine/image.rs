@@ -12,6 +12,7 @@ use crate::qcow2::format::entry::{COPIED, Layout, Mapping, OFFSET_MASK};
 use crate::qcow2::format::header::{Compression, Header, MAX_L1_BYTES, Table};
 use crate::qcow2::format::{FormatError, be64};
 use crate::storage::Storage;
+use crate::storage::zeroing::Zeroing;
 
 use super::cache::Cache;
 use super::meta::Meta;
@@ -129,6 +130,8 @@ pub struct Image {
     pub epochs: Epochs,
     /// Zeroes around data.
     pub cow: Cow,
+    /// How they get into its data's file.
+    pub zeros: Zeroing,
     /// Writes are refused from now on: the image turned out to be damaged.
     pub broken: AtomicBool,
     /// The data file must stay a raw image of its own.
@@ -246,6 +249,7 @@ impl Image {
             meta: Mutex::new(meta),
             epochs: Epochs::default(),
             cow: how.cow,
+            zeros: Zeroing::default(),
             broken: AtomicBool::new(false),
             raw_data_file: header.raw_data_file(),
             writable: how.writable,

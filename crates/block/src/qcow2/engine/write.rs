@@ -10,6 +10,7 @@ use crate::disk::Op;
 use crate::options::Cow;
 use crate::qcow2::format::entry::{Mapping, Partial};
 use crate::storage::buffer::{AlignedBuf, cut};
+use crate::storage::zeroing::BLOCK;
 
 use super::chain::Chain;
 use super::fetch::Need;
@@ -54,9 +55,36 @@ pub struct Alloc {
     bufs: (Option<AlignedBuf>, Option<AlignedBuf>),
     /// The head's buffer holds everything from `from` to `to`.
     one_buf: bool,
-    /// Reads under way.
-    reads: u32,
+    /// Reads under way, then writes.
+    left: u32,
     errno: i32,
+}
+
+/// Host clusters found for an allocation.
+struct Place {
+    cluster: u64,
+    count: u64,
+    host: u64,
+    /// They were set aside before.
+    kept: bool,
+    /// The file has zeroes there.
+    fresh: bool,
+}
+
+impl Alloc {
+    /// Whether nothing goes around the data.
+    fn bare(&self) -> bool {
+        matches!((&self.head, &self.tail), (Pad::Nothing, Pad::Nothing))
+    }
+
+    /// The ranges of the padding, if any, that become zeroes by themselves where `least` bytes are worth it: before the data
+    /// and behind it.
+    fn beside(&self, least: u64) -> [(u64, u64); 2] {
+        let head = if matches!(self.head, Pad::Zeroes) { (self.from, self.data.0 & !(BLOCK - 1)) } else { (0, 0) };
+        let tail =
+            if matches!(self.tail, Pad::Zeroes) { (self.data.1.next_multiple_of(BLOCK), self.to) } else { (0, 0) };
+        [head, tail].map(|(from, to)| if to.saturating_sub(from) >= least { (from, to) } else { (0, 0) })
+    }
 }
 
 /// The entry of a cluster whose slice is in a slot. For holders of the lock.
@@ -115,14 +143,15 @@ fn bounds(image: &Image, data: (u64, u64), first: &Mapping, last: &Mapping, kept
     (from, to)
 }
 
-/// What the range reads as, for padding: `None` if it has to be read. The flag: nobody ever allocated anything there.
-fn zeroes(chain: &Chain, cow: Cow, mut from: u64, to: u64) -> Option<bool> {
+/// What the range reads as, for padding: `None` if it has to be read. The flag: nobody ever allocated anything there. Files
+/// below are asked for holes only if `ask`.
+fn zeroes(chain: &Chain, (cow, ask): (Cow, bool), mut from: u64, to: u64) -> Option<bool> {
     let mut virgin = true;
     while from < to {
         let Extent { found, len, place } = chain.find(0, from, to);
         match found {
             Found::Zero(said) => virgin &= !said,
-            Found::At(file, host) if cow == Cow::ZeroAware && place > 0 && !encrypted(chain, place) => {
+            Found::At(file, host) if ask && cow == Cow::ZeroAware && place > 0 && !encrypted(chain, place) => {
                 if chain.files.get(file).is_none_or(|f| f.hole_end(host) < host + len) {
                     return None;
                 }
@@ -222,9 +251,10 @@ impl Handle {
         let data = (task.cursor, task.end.min((cluster + count) << top.layout.cluster_bits));
         let last = entry(top, cluster + count - 1).unwrap_or(Mapping::Unallocated);
         let (from, to) = bounds(top, data, &old, &last, kept);
-        let alloc = self.plan(index, top, (cluster, count, host), (from, to, data), (kept, fresh));
-        let nothing = matches!((&alloc.head, &alloc.tail), (Pad::Nothing, Pad::Nothing));
-        let open = nothing && fresh && !top.layout.extended && !top.layout.data_file;
+        let place = Place { cluster, count, host, kept, fresh };
+        let plan = |ask| self.plan(index, top, &place, (from, to, data), ask);
+        let mut alloc = plan(false);
+        let open = alloc.bare() && fresh && !top.layout.extended && !top.layout.data_file;
         for i in 0..count {
             let host = host + (i << top.layout.cluster_bits);
             let flight = InFlight { host, open, users: 1, published: false, waiters: Vec::new() };
@@ -232,6 +262,10 @@ impl Handle {
             meta.pin(slot);
         }
         drop(meta);
+        if !alloc.bare() {
+            // Files are asked without the lock: nobody else changes these clusters now.
+            alloc = plan(true);
+        }
         self.begin(task, alloc);
     }
 
@@ -281,22 +315,21 @@ impl Handle {
         Ok((run.first << bits, run.count, false, run.fresh && top.cipher.is_none()))
     }
 
-    /// Decides what goes around the data.
-    fn plan(
-        &self,
-        task: u32,
-        top: &Image,
-        (cluster, count, host): (u64, u64, u64),
-        (from, to, data): (u64, u64, (u64, u64)),
-        (kept, fresh): (bool, bool),
-    ) -> Alloc {
+    /// Decides what goes around the data, as far as that is known, or after asking files where they have holes.
+    fn plan(&self, task: u32, top: &Image, at: &Place, (from, to, data): (u64, u64, (u64, u64)), ask: bool) -> Alloc {
+        let Place { cluster, count, host, kept, fresh } = *at;
+        let hole = |from: u64, to: u64| {
+            let file = self.chain.places.first().and_then(|p| self.chain.files.get(p.data));
+            let start = host + (from - (cluster << top.layout.cluster_bits));
+            ask && top.cipher.is_none() && file.is_some_and(|f| f.hole_end(start) >= start + (to - from))
+        };
         let pad = |from: u64, to: u64| {
             if from >= to {
                 return Pad::Nothing;
             }
-            match (zeroes(&self.chain, top.cow, from, to), top.cow) {
+            match (zeroes(&self.chain, (top.cow, ask), from, to), top.cow) {
                 (None, _) => Pad::Old,
-                (Some(_), Cow::ZeroAware) | (Some(true), Cow::Unallocated) if fresh => Pad::Nothing,
+                (Some(_), Cow::ZeroAware) | (Some(true), Cow::Unallocated) if fresh || hole(from, to) => Pad::Nothing,
                 (Some(_), _) => Pad::Zeroes,
             }
         };
@@ -319,7 +352,7 @@ impl Handle {
             tail,
             bufs: (None, None),
             one_buf: false,
-            reads: 0,
+            left: 0,
             errno: 0,
         }
     }
@@ -350,7 +383,7 @@ impl Handle {
         if alloc.errno != 0 {
             reads.clear();
         }
-        alloc.reads = reads.len() as u32;
+        alloc.left = reads.len() as u32;
         let jobs: Vec<_> = reads.iter().zip(&bufs).map(|((a, b), buf)| (*a, *b, buf.seg(0, buf.len()))).collect();
         let mut bufs = bufs.into_iter();
         if old_head {
@@ -378,24 +411,27 @@ impl Handle {
     /// Old content was read.
     pub(super) fn old_read(&mut self, index: u32, errno: i32) {
         let Some(alloc) = self.allocs.get_mut(index) else { return };
-        alloc.reads -= 1;
+        alloc.left = alloc.left.saturating_sub(1);
         if errno != 0 {
             alloc.errno = errno;
         }
-        if alloc.reads == 0 {
+        if alloc.left == 0 {
             self.fill(index);
         }
     }
 
     /// Writes the data and what goes around it, at once.
     fn fill(&mut self, index: u32) {
-        let Some(alloc) = self.allocs.take(index) else { return };
+        let Some(mut alloc) = self.allocs.take(index) else { return };
         if alloc.errno != 0 {
             let errno = alloc.errno;
             self.allocs.put(index, alloc);
             return self.filled(index, errno);
         }
-        let (head, tail) = (alloc.data.0 - alloc.from, alloc.to - alloc.data.1);
+        let zeroes = self.zeroes_beside(&alloc);
+        let from = if zeroes[0].1 > 0 { zeroes[0].1 } else { alloc.from };
+        let to = if zeroes[1].1 > 0 { zeroes[1].0 } else { alloc.to };
+        let (head, tail) = (alloc.data.0 - from, to - alloc.data.1);
         let mut segs = Vec::with_capacity(alloc.segs.len() + 2);
         match (&alloc.head, &alloc.bufs.0) {
             (Pad::Old, Some(buf)) => segs.push(buf.seg(0, head as usize)),
@@ -411,16 +447,40 @@ impl Handle {
         }
         segs.retain(|s| s.len > 0);
         let bits = self.top().map_or(0, |t| t.layout.cluster_bits);
-        let host = alloc.host + (alloc.from - (alloc.cluster << bits));
-        let len = alloc.to - alloc.from;
+        let (first, host) = (alloc.cluster << bits, alloc.host);
+        let zeroes = zeroes.into_iter().filter(|(_, end)| *end > 0);
+        alloc.left = 1 + zeroes.clone().count() as u32;
         self.allocs.put(index, alloc);
         let file = self.chain.places.first().map_or(0, |p| p.data);
-        self.issue(file, Tag::Fill(index), Op::Write, host, len, &segs);
+        for (from, to) in zeroes {
+            let op = Op::WriteZeroes { unmap: false };
+            self.issue(file, Tag::Fill(index), op, host + (from - first), to - from, &[]);
+        }
+        self.issue(file, Tag::Fill(index), Op::Write, host + (from - first), to - from, &segs);
     }
 
-    /// The data is written, or not: says so in the table.
+    /// The zeroes around an allocation's data that are not written with it.
+    fn zeroes_beside(&self, alloc: &Alloc) -> [(u64, u64); 2] {
+        let padded = matches!(alloc.head, Pad::Zeroes) || matches!(alloc.tail, Pad::Zeroes);
+        let Some(top) = self.top().filter(|top| padded && top.cipher.is_none() && self.roomy()) else {
+            return [(0, 0); 2];
+        };
+        let by_name = top.cow == Cow::Explicit;
+        alloc.beside(top.zeros.least(by_name))
+    }
+
+    /// A write of an allocation is done, or not; after the last one the table says so.
     pub(super) fn filled(&mut self, index: u32, errno: i32) {
+        let Some(alloc) = self.allocs.get_mut(index) else { return };
+        alloc.left = alloc.left.saturating_sub(1);
+        if alloc.errno == 0 {
+            alloc.errno = errno;
+        }
+        if alloc.left > 0 {
+            return;
+        }
         let Some(mut alloc) = self.allocs.remove(index) else { return };
+        let errno = alloc.errno;
         let chain = Arc::clone(&self.chain);
         let Some(top) = chain.top() else { return };
         let bits = top.layout.cluster_bits;
