@@ -30,7 +30,7 @@ use base::Gpa;
 pub use error::BootError;
 pub use layout::{ACPI_START, CMDLINE, GDT, PAGE_TABLES, START_INFO, ZERO_PAGE};
 pub use load::load;
-pub use platform::{Ecam, Platform, PmPorts, Serial};
+pub use platform::{Ecam, Platform, PmPorts, Serial, VirtioMmio};
 pub use source::Source;
 
 /// Who unpacks a compressed kernel and a compressed initrd.

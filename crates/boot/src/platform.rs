@@ -22,6 +22,8 @@ pub struct Platform {
     pub pci_window32: (Gpa, u64),
     /// 64-bit memory for BARs: past 4 GiB and all RAM; length in bytes, 0 for none.
     pub pci_window64: (Gpa, u64),
+    /// Virtio devices that are no PCI functions, in the order the guest should find them.
+    pub virtio_mmio: Vec<VirtioMmio>,
     /// A 16550 with eight ports, edge triggered.
     pub serial: Option<Serial>,
     /// The port of a pvpanic device, one byte.
@@ -57,6 +59,17 @@ impl Ecam {
     pub fn is_empty(&self) -> bool {
         self.buses == 0
     }
+}
+
+/// A virtio device as registers in memory (virtio 1.2, 4.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VirtioMmio {
+    /// Its first register: below 4 GiB, outside RAM.
+    pub at: Gpa,
+    /// Bytes of registers.
+    pub len: u32,
+    /// Its interrupt, edge triggered; several devices may share one.
+    pub gsi: Gsi,
 }
 
 /// A 16550.
@@ -137,6 +150,13 @@ impl Platform {
         }
         let mut taken = vec![(self.lapic.0, 4096), (self.ioapic.0, 4096), (at32.0, len32), (at64.0, len64)];
         taken.extend(self.ecam.map(|e| (e.base.0, e.len())));
+        for device in &self.virtio_mmio {
+            let len = u64::from(device.len);
+            if len == 0 || device.at.checked_add(len).is_none_or(|end| end.0 > mem::HIGH_START) {
+                return bad(format!("virtio registers of {len} bytes at {}", device.at));
+            }
+            taken.push((device.at.0, len));
+        }
         taken.retain(|(_, len)| *len > 0);
         taken.sort_unstable();
         if let Some(w) = taken.windows(2).find(|w| w[0].0 + w[0].1 > w[1].0) {
@@ -160,10 +180,15 @@ pub(crate) mod tests {
             conf1: false,
             pci_window32: (Gpa(0xc000_0000), 0x2000_0000),
             pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
+            virtio_mmio: Vec::new(),
             serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
             pvpanic_port: Some(0x505),
             pm: PmPorts { sleep_control: 0x600, sleep_status: 0x601, reset: 0x602, reset_value: 1, button: Gsi(5) },
         }
+    }
+
+    fn registers(at: u64, len: u32) -> Vec<VirtioMmio> {
+        vec![VirtioMmio { at: Gpa(at), len, gsi: Gsi(6) }]
     }
 
     #[test]
@@ -185,5 +210,13 @@ pub(crate) mod tests {
         check(|p| p.ecam = Some(Ecam { base: Gpa(u64::MAX << 20), buses: 1 }), "ECAM");
         check(|p| p.pci_window32.1 = 0x4000_0001, "32-bit");
         check(|p| p.pci_window64.0 = Gpa(0x1000), "64-bit");
+        check(|p| p.virtio_mmio = registers(0xe100_0000, 0), "virtio registers of 0 bytes");
+        check(|p| p.virtio_mmio = registers(0xffff_f000, 0x2000), "virtio registers of 8192");
+        check(|p| p.virtio_mmio = registers(u64::MAX - 7, 0x1000), "virtio registers");
+        check(|p| p.virtio_mmio = registers(0xe000_f000, 0x1000), "overlaps");
+        check(
+            |p| p.virtio_mmio = [registers(0xe100_0000, 0x1000), registers(0xe100_0800, 0x1000)].concat(),
+            "overlaps",
+        );
     }
 }

@@ -176,6 +176,15 @@ impl Vm {
         self.fd.unregister_ioevent(fd, &at.raw(), NoDatamatch).map_err(call("KVM_IOEVENTFD"))
     }
 
+    /// 32-bit guest writes of `value` to `at` signal `fd` instead of leaving to the monitor; other writes leave. Goes with the
+    /// VM.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn add_ioeventfd_for(&self, fd: &EventFd, at: Gpa, value: u32) -> Result<(), KvmError> {
+        self.fd.register_ioevent(fd, &IoEventAddress::Mmio(at.0), value).map_err(call("KVM_IOEVENTFD"))
+    }
+
     /// Writing `fd` raises `gsi`.
     ///
     /// # Errors

@@ -27,6 +27,8 @@ pub const VARIABLES: &[(&str, &str)] = &[
 
 const TARE: &str = "{tare} run --kernel {kernel} [--initrd {initrd}] --cmdline {cmdline} --cpus {cpus} \
     --memory {memory_mib}M [--disk path={disk},cache=writeback] --console {console} --no-rng";
+const TARE_MMIO: &str = "{tare} run --kernel {kernel} [--initrd {initrd}] --cmdline {cmdline} --cpus {cpus} \
+    --memory {memory_mib}M [--disk path={disk},cache=writeback] --console {console} --no-rng --transport mmio";
 const QEMU: &str = "qemu-system-x86_64 -M pc -nodefaults -no-user-config -display none -enable-kvm -cpu host -smp {cpus} \
     -m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} \
     [-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] \
@@ -79,6 +81,7 @@ exec firecracker --no-api --config-file {scratch}/fc.json""#;
 pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("native", "the workload on the host itself, no monitor", ""),
     ("tare", "this project's monitor", TARE),
+    ("tare-mmio", "the same with virtio devices as registers instead of PCI functions", TARE_MMIO),
     ("qemu", "QEMU with KVM, machine type pc, virtio-blk (writeback, io_uring)", QEMU),
     ("qemu-microvm", "QEMU with KVM, machine type microvm", QEMU_MICROVM),
     ("cloud-hypervisor", "Cloud Hypervisor, when its binary is there", CLOUD_HYPERVISOR),

@@ -6,18 +6,19 @@
 use std::sync::Arc;
 
 use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gpa};
-use boot::{Ecam, Platform, Serial, Source};
+use boot::{Platform, Serial, Source};
 use kvm::{Kvm, Vcpu, Vm};
 use mem::GuestRam;
 use spec::Console;
 
+use crate::bus::Bus;
 use crate::console::ConsoleIo;
 use crate::control::Control;
 use crate::dispatch::Dispatch;
 use crate::error::{Error, host};
 use crate::layout;
 use crate::legacy::{AcpiPorts, Coalesced, SerialPort};
-use crate::pci_host::PciHost;
+use crate::mmio_host::announce;
 use crate::registry::Registry;
 use crate::timer::Timer;
 use crate::vcpu::{cpuid, setup};
@@ -61,9 +62,9 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool) -> Result<Built, Err
     let button = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?);
     vm.add_irqfd(&button, layout::ACPI_EVENT_GSI)?;
     let mut serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
-    let mut pci = PciHost::new(&vm, &ram);
-    let registry = Registry::populate(spec, &mut pci, io, remote)?;
-    let loaded = load(spec, &ram, !pci.is_empty())?;
+    let mut bus = Bus::new(spec.transport, &vm, &ram);
+    let registry = Registry::populate(spec, &mut bus, io, remote)?;
+    let loaded = load(spec, &ram, &bus)?;
 
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));
     let supported = kvm.supported_cpuid()?;
@@ -88,7 +89,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool) -> Result<Built, Err
     if let (Some(port), Some(ring)) = (&mut serial, vcpus.first().and_then(Vcpu::coalesced_ring)) {
         port.coalesce(Coalesced::new(&vm, ring, layout::SERIAL_PORT));
     }
-    let dispatch = Arc::new(Dispatch::new(control, serial, pci));
+    let dispatch = Arc::new(Dispatch::new(control, serial, bus));
     Ok(Built { vm, ram, vcpus, dispatch, registry, timer, button })
 }
 
@@ -129,18 +130,18 @@ fn serial(vm: &Vm, io: &ConsoleIo, timer: Arc<Timer>) -> Result<SerialPort, Erro
 }
 
 /// Puts kernel, initrd, command line and tables into guest memory.
-fn load(spec: &spec::Vm, ram: &GuestRam, with_pci: bool) -> Result<boot::Entry, Error> {
+fn load(spec: &spec::Vm, ram: &GuestRam, bus: &Bus) -> Result<boot::Entry, Error> {
     let serial = Serial { port: layout::SERIAL_PORT, gsi: layout::SERIAL_GSI };
     let high_end = ram.regions().map(|(at, size, _)| at.0 + size).max().unwrap_or(0).max(mem::HIGH_START);
     let platform = Platform {
         apic_ids: (0..u32::from(spec.cpus.count)).collect(),
         lapic: Gpa(0xfee0_0000),
         ioapic: Gpa(0xfec0_0000),
-        // A bus without devices would only be probed: four hundred exits and two dozen lines of boot log.
-        ecam: with_pci.then_some(Ecam { base: layout::ECAM.0, buses: 1 }),
+        ecam: bus.ecam(),
         conf1: false,
         pci_window32: layout::PCI_WINDOW,
         pci_window64: (Gpa(high_end.next_multiple_of(1 << 30)), layout::PCI_WINDOW_HIGH),
+        virtio_mmio: bus.virtio_mmio(),
         serial: (spec.console == Console::Serial).then_some(serial),
         pvpanic_port: Some(layout::PVPANIC_PORT),
         pm: AcpiPorts::describe(layout::ACPI_PORT, layout::ACPI_EVENT_GSI),
@@ -148,7 +149,7 @@ fn load(spec: &spec::Vm, ram: &GuestRam, with_pci: bool) -> Result<boot::Entry, 
     let guest = boot::Guest {
         kernel: Source::open("kernel", &spec.kernel)?,
         initrd: spec.initrd.as_deref().map(|path| Source::open("initrd", path)).transpose()?,
-        cmdline: &spec.command_line(),
+        cmdline: &announce(&spec.command_line(), &platform.virtio_mmio),
         decompress: match spec.kernel_decompress {
             spec::KernelDecompress::Guest => boot::Decompress::Guest,
             spec::KernelDecompress::Monitor => boot::Decompress::Monitor,

@@ -4,19 +4,19 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::bus::Bus;
 use crate::control::Control;
-use crate::layout::{ACPI_PORT, ECAM, PVPANIC_PORT, SERIAL_PORT};
+use crate::layout::{ACPI_PORT, PVPANIC_PORT, SERIAL_PORT};
 use crate::ledger::{Party, Reason};
 use crate::legacy::{
     AcpiPorts, Ask, I8042_COMMAND, I8042_DATA, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED, SerialPort,
 };
-use crate::pci_host::PciHost;
 
 /// Everything a vCPU thread needs to answer an exit.
 pub struct Dispatch {
     control: Arc<Control>,
     serial: Option<Mutex<SerialPort>>,
-    pci: PciHost,
+    bus: Bus,
 }
 
 /// What an answered exit was, and what it asks for.
@@ -28,8 +28,8 @@ const ACPI_LAST: u16 = ACPI_PORT + 2;
 impl Dispatch {
     /// Puts the parts together.
     #[must_use]
-    pub fn new(control: Arc<Control>, serial: Option<SerialPort>, pci: PciHost) -> Self {
-        Self { control, serial: serial.map(Mutex::new), pci }
+    pub fn new(control: Arc<Control>, serial: Option<SerialPort>, bus: Bus) -> Self {
+        Self { control, serial: serial.map(Mutex::new), bus }
     }
 
     /// Where outcomes go.
@@ -38,10 +38,10 @@ impl Dispatch {
         &self.control
     }
 
-    /// The PCI bus and its devices.
+    /// The virtio devices.
     #[must_use]
-    pub fn pci(&self) -> &PciHost {
-        &self.pci
+    pub fn bus(&self) -> &Bus {
+        &self.bus
     }
 
     /// Runs `act` on the serial port, if there is one.
@@ -98,32 +98,16 @@ impl Dispatch {
 
     /// Answers a read outside RAM.
     pub fn mmio_read(&self, at: u64, data: &mut [u8]) -> Answered {
-        let party = if let Some(offset) = ecam_offset(at) {
-            self.pci.config_read(offset, data);
-            Party::PciEcam
-        } else if self.pci.bar_read(at, data) {
-            Party::PciBar
-        } else {
+        let party = self.bus.read(at, data).unwrap_or_else(|| {
             data.fill(0xff);
             Party::Nobody
-        };
+        });
         (Reason::MmioRead, party, Ask::Nothing)
     }
 
     /// Answers a write outside RAM.
     pub fn mmio_write(&self, at: u64, data: &[u8]) -> Answered {
-        let party = if let Some(offset) = ecam_offset(at) {
-            self.pci.config_write(offset, data);
-            Party::PciEcam
-        } else if self.pci.bar_write(at, data) {
-            Party::PciBar
-        } else {
-            Party::Nobody
-        };
+        let party = self.bus.write(at, data).unwrap_or(Party::Nobody);
         (Reason::MmioWrite, party, Ask::Nothing)
     }
-}
-
-fn ecam_offset(at: u64) -> Option<u64> {
-    at.checked_sub(ECAM.0.0).filter(|offset| *offset < ECAM.1)
 }

@@ -4,7 +4,8 @@
 //! ```text
 //! 0xc000_0000  PCI memory window (BARs)      0xfec0_0000  IOAPIC (in KVM)
 //! 0xe000_0000  ECAM, one bus                 0xfee0_0000  local APIC (in KVM)
-//! 0xfeff_c000  KVM's own pages               4 GiB        high RAM, then the 64-bit PCI window
+//! 0xe100_0000  virtio registers              0xfeff_c000  KVM's own pages
+//! 4 GiB        high RAM, then the 64-bit PCI window
 //! ```
 
 use base::{Gpa, Gsi};
@@ -13,6 +14,15 @@ use base::{Gpa, Gsi};
 pub const PCI_WINDOW: (Gpa, u64) = (Gpa(0xc000_0000), 0x2000_0000);
 /// ECAM (PCIe 5.0, 7.2.2): 1 MiB for bus 0.
 pub const ECAM: (Gpa, u64) = (Gpa(0xe000_0000), 0x10_0000);
+/// First page of virtio registers, where devices are no PCI functions.
+pub const VIRTIO_MMIO: Gpa = Gpa(0xe100_0000);
+/// The most such pages.
+pub const VIRTIO_MMIO_MOST: usize = 64;
+/// Interrupts for them, in the order of the devices; then they are shared, from the first one on. Those below 16 first: a
+/// kernel that reads no tables has no others. Clock, keyboard, and what ports of a PC have, and the numbers that a PIC
+/// uses for spurious interrupts, are left out.
+pub const VIRTIO_MMIO_GSIS: [Gsi; 13] =
+    [Gsi(6), Gsi(9), Gsi(10), Gsi(11), Gsi(14), Gsi(16), Gsi(17), Gsi(18), Gsi(19), Gsi(20), Gsi(21), Gsi(22), Gsi(23)];
 /// Size of the PCI window above high RAM.
 pub const PCI_WINDOW_HIGH: u64 = 16 << 30;
 

@@ -28,13 +28,15 @@ pub enum Party {
     PciEcam,
     /// A BAR of a PCI device.
     PciBar,
+    /// Registers of a virtio device that is no PCI function.
+    VirtioMmio,
     /// No device there.
     Nobody,
     /// KVM itself (signals, halts, errors).
     Kvm,
 }
 
-const PARTIES: [(Party, &str); 9] = [
+const PARTIES: [(Party, &str); 10] = [
     (Party::Serial, "serial"),
     (Party::I8042, "i8042"),
     (Party::Pvpanic, "pvpanic"),
@@ -42,6 +44,7 @@ const PARTIES: [(Party, &str); 9] = [
     (Party::PciPorts, "pci-ports"),
     (Party::PciEcam, "pci-ecam"),
     (Party::PciBar, "pci-bar"),
+    (Party::VirtioMmio, "virtio-mmio"),
     (Party::Nobody, "nobody"),
     (Party::Kvm, "kvm"),
 ];

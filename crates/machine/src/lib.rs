@@ -4,6 +4,7 @@
 //! The only room that sees both `kvm` and devices. The CLI calls [`run`]; everything else here serves that call.
 
 mod build;
+mod bus;
 mod console;
 mod control;
 mod dispatch;
@@ -11,6 +12,7 @@ mod error;
 mod layout;
 mod ledger;
 mod legacy;
+mod mmio_host;
 mod msi;
 mod pci_host;
 mod registry;

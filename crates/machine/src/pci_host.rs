@@ -19,7 +19,7 @@ use crate::layout::PCI_WINDOW;
 use crate::msi::KvmMsi;
 
 /// A device on the bus, under its own lock.
-pub type Function = Arc<Mutex<VirtioPci>>;
+type Function = Arc<Mutex<VirtioPci>>;
 
 /// A BAR that answers.
 struct Range {
@@ -80,7 +80,7 @@ impl PciHost {
     ///
     /// # Errors
     /// [`Error::TooMuch`] when the bus is full, [`Error::Host`] when the host is out of descriptors or interrupts.
-    pub fn add(&mut self, device: Box<dyn VirtioDevice>) -> Result<Function, Error> {
+    pub fn add(&mut self, device: Box<dyn VirtioDevice>) -> Result<Arc<Mutex<VirtioPci>>, Error> {
         let sink: &dyn MsiSink = &self.msi;
         let mut function =
             VirtioPci::new(device, self.ram.clone(), sink).map_err(host("give a device its interrupts"))?;

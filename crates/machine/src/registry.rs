@@ -14,15 +14,15 @@ use virtio::net::{Net, NetPort, NetStats};
 use virtio::rng::Rng;
 use virtio::stats::Counters;
 
+use crate::bus::{Bus, Function};
 use crate::console::ConsoleIo;
 use crate::error::{Error, host};
 use crate::ledger::DeviceLedger;
-use crate::pci_host::{Function, PciHost};
 
 /// How long the guest's last output may wait for a slow reader once the guest is over.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
-/// The way to change a disk, and its function on the bus, which tells the guest.
+/// The way to change a disk, and where it is on the bus, which tells the guest.
 pub type DiskControl = (BlkControl, Function);
 
 /// Token of the first NIC; the console's are below.
@@ -47,7 +47,7 @@ impl Registry {
     ///
     /// # Errors
     /// [`Error::Disk`] and [`Error::Net`] for what can't be opened, [`Error::Host`] when the host is out of something.
-    pub fn populate(vm: &Vm, bus: &mut PciHost, io: &ConsoleIo, remote: bool) -> Result<Self, Error> {
+    pub fn populate(vm: &Vm, bus: &mut Bus, io: &ConsoleIo, remote: bool) -> Result<Self, Error> {
         let mut out = Self::default();
         if vm.console == spec::Console::Virtio {
             let (console, port) = Console::new(&io.output, None).map_err(host("make the console"))?;

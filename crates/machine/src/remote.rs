@@ -4,7 +4,6 @@
 
 use std::any::Any;
 use std::io;
-use std::sync::PoisonError;
 
 use spec::{Command, DiskInfo, Info, Reply, ResizeDisk};
 
@@ -69,7 +68,7 @@ impl Controls {
         let path = control.path().display();
         control.resize(wanted.desired_size).map_err(|e| format!("disk {path}: can't be resized: {e}"))?;
         // The function's lock is taken after the host is done, for the moment that the guest's view of it takes.
-        function.lock().unwrap_or_else(PoisonError::into_inner).update_config();
+        function.update_config();
         Ok(())
     }
 }

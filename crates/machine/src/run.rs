@@ -95,7 +95,7 @@ fn whole_run(
     let stopped: Vec<Stopped> = vcpus.into_iter().filter_map(vcpu::Started::stop).collect();
     dispatch.with_serial(SerialPort::flush);
     registry.drain();
-    dispatch.pci().stop();
+    dispatch.bus().stop();
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
     let ledger = account(&clock, setup, &stopped, registry.ledgers(), &ranges, &kvm_vm);
     Ok(Report { outcome, ledger })

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use crate::{
     Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, DiskThreads, KernelDecompress, MAX_CPUS, Memory, Paths,
-    SpecError, Throttle, Zeros,
+    SpecError, Throttle, Transport, Zeros,
 };
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
@@ -127,6 +127,11 @@ impl Word for Console {
     const WHAT: &'static str = "a console";
     const WORDS: &'static [(&'static str, Self)] =
         &[("virtio", Self::Virtio), ("serial", Self::Serial), ("none", Self::None)];
+}
+
+impl Word for Transport {
+    const WHAT: &'static str = "a transport";
+    const WORDS: &'static [(&'static str, Self)] = &[("pci", Self::Pci), ("mmio", Self::Mmio)];
 }
 
 impl Word for KernelDecompress {
@@ -541,5 +546,6 @@ mod tests {
         check::<Aio>();
         check::<Console>();
         check::<KernelDecompress>();
+        check::<Transport>();
     }
 }

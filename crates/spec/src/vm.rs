@@ -40,6 +40,9 @@ pub struct Vm {
     /// What the guest talks to the user through.
     #[serde(default)]
     pub console: Console,
+    /// How the guest finds its virtio devices.
+    #[serde(default)]
+    pub transport: Transport,
     /// An entropy device fed from the host's `getrandom`.
     #[serde(default = "yes", deserialize_with = "on_off")]
     pub rng: bool,
@@ -73,6 +76,7 @@ impl Vm {
             disks: Vec::new(),
             nets: Vec::new(),
             console: Console::default(),
+            transport: Transport::default(),
             rng: yes(),
             ledger: None,
             kvm: dev_kvm(),
@@ -321,4 +325,15 @@ pub enum Console {
     Serial,
     /// None; the guest's output is lost.
     None,
+}
+
+/// What virtio devices are to the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Transport {
+    /// PCI functions with MSI-X.
+    #[default]
+    Pci,
+    /// Pages of registers with an interrupt line each, announced in the ACPI tables and on the command line; no PCI bus.
+    Mmio,
 }

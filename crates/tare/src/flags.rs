@@ -11,7 +11,9 @@ use std::path::PathBuf;
 
 use lexopt::{Arg, Parser};
 use serde::Deserialize;
-use spec::{Console, Cpus, Disk, FromText, KernelDecompress, Memory, Net, Said, SpecError, Word, parse_on_off};
+use spec::{
+    Console, Cpus, Disk, FromText, KernelDecompress, Memory, Net, Said, SpecError, Transport, Word, parse_on_off,
+};
 
 use crate::exit::Failure;
 
@@ -35,6 +37,8 @@ pub struct Typed {
     pub memory: Option<Said<Memory>>,
     /// `--console`
     pub console: Option<Console>,
+    /// `--transport`
+    pub transport: Option<Transport>,
     /// `--no-rng` is `Some(false)`.
     pub rng: Option<bool>,
     /// `--kernel-decompress`
@@ -183,6 +187,12 @@ const FLAGS: &[Flag] = &[
         value: Some("KIND"),
         help: &["virtio (hvc0), serial (ttyS0) or none [virtio]"],
         set: |t, v| put(&mut t.console, "console", word("console", v)?),
+    },
+    Flag {
+        name: "transport",
+        value: Some("KIND"),
+        help: &["virtio devices as pci functions or as mmio registers [pci]"],
+        set: |t, v| put(&mut t.transport, "transport", word("transport", v)?),
     },
     Flag {
         name: "no-rng",
@@ -370,6 +380,7 @@ mod tests {
                 "cpus" => "1",
                 "memory" => "\"1G\"",
                 "console" => "\"none\"",
+                "transport" => "\"mmio\"",
                 "rng" => "false",
                 "kernel-decompress" => "\"guest\"",
                 "on-reset" => "\"exit\"",
@@ -401,6 +412,8 @@ mod tests {
             "1G",
             "--console",
             "serial",
+            "--transport",
+            "mmio",
             "--no-rng",
             "--kernel-decompress",
             "monitor",
@@ -423,6 +436,7 @@ mod tests {
             cpus = { count = 4, threads = 2 }
             memory = { size = "1G" }
             console = "serial"
+            transport = "mmio"
             rng = false
             kernel-decompress = "monitor"
             on-reset = "exit"

@@ -47,6 +47,7 @@ impl Meant {
             disks: flags.disk.or(file.disk).unwrap_or_default().into_iter().map(|Said(disk)| disk).collect(),
             nets: flags.net.or(file.net).unwrap_or_default().into_iter().map(|Said(net)| net).collect(),
             console: flags.console.or(file.console).unwrap_or(default.console),
+            transport: flags.transport.or(file.transport).unwrap_or(default.transport),
             rng: flags.rng.or(file.rng).unwrap_or(default.rng),
             ledger: flags.ledger.or(file.ledger),
             kvm: flags.kvm.or(file.kvm).unwrap_or(default.kvm),

@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's side of things, played without a guest: a virtqueue driver, a PCI driver and recording interrupts.
+//! The guest's side of things, played without a guest: a virtqueue driver, drivers for both faces of a device, and recording
+//! interrupts.
 //!
 //! Used by tests and fuzz targets only. What it does wrong it does on purpose: raw access to rings and registers is offered
 //! beside the well-behaved calls.
 
 pub mod conformance;
+pub mod device_ops;
 pub mod driver;
+pub mod faces;
 pub mod guest;
 pub mod ops;
 pub mod qcow2;
 pub mod sink;
 
+pub use device_ops::{blk_ops, console_ops, net_ops, rng_ops};
 pub use driver::{Buf, GuestQueue};
-pub use guest::Guest;
+pub use faces::{MmioFace, PciFace};
+pub use guest::{Face, Guest, Register};
 pub use ops::virtqueue_ops;
 pub use qcow2::Rng;
 pub use sink::{RecordingSink, RecordingVector};

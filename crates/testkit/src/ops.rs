@@ -1,51 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One fuzz input: ring contents and a list of operations on a queue or on a whole device, read from raw bytes.
+//! One fuzz input: ring contents and a list of operations on a queue, read from raw bytes; `device_ops` goes on to whole
+//! devices.
 //!
 //! `fuzz/fuzz_targets/virtqueue.rs` feeds it what the fuzzer finds, and a test feeds it random bytes. It panics when a
 //! law of the queue is broken: a segment outside guest memory, a head given twice, more work than the queue holds.
 
-use std::fs::File;
-use std::io;
-use std::io::Write;
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
-
 use base::{Gpa, Seg};
-use block::{Disk, MemImage};
 use mem::GuestRam;
-use pci::PciDevice;
-use virtio::blk::Blk;
-use virtio::device::VirtioDevice;
-use virtio::net::{Net, feature};
-use virtio::{Chain, Console, Queue, QueueConfig, Rng, features};
+use virtio::{Chain, Queue, QueueConfig, features};
 
 use crate::driver::GuestQueue;
-use crate::guest::Guest;
 
 const LOW: u64 = 0x1_0000;
 const HIGH_AT: u64 = 0x2_0000;
 const HIGH: u64 = 0x4000;
 
 /// The input, a few bytes at a time; zeroes at its end.
-struct Input<'a>(&'a [u8]);
+pub(crate) struct Input<'a>(pub &'a [u8]);
 
 impl Input<'_> {
-    fn u8(&mut self) -> u8 {
+    pub(crate) fn u8(&mut self) -> u8 {
         let Some((first, rest)) = self.0.split_first() else { return 0 };
         self.0 = rest;
         *first
     }
 
-    fn u16(&mut self) -> u16 {
+    pub(crate) fn u16(&mut self) -> u16 {
         u16::from_le_bytes([self.u8(), self.u8()])
     }
 
-    fn u32(&mut self) -> u32 {
+    pub(crate) fn u32(&mut self) -> u32 {
         u32::from(self.u16()) | u32::from(self.u16()) << 16
     }
 
     /// Mostly an address in or near memory, sometimes anything.
-    fn address(&mut self) -> u64 {
+    pub(crate) fn address(&mut self) -> u64 {
         match self.u8() {
             0..240 => u64::from(self.u16()) + if self.u8() & 7 == 0 { HIGH_AT } else { 0 },
             _ => u64::from(self.u32()) << 32 | u64::from(self.u32()),
@@ -53,7 +42,7 @@ impl Input<'_> {
     }
 
     /// Mostly a short length, sometimes anything.
-    fn len(&mut self) -> u32 {
+    pub(crate) fn len(&mut self) -> u32 {
         match self.u8() {
             0..200 => u32::from(self.u8()),
             200..250 => u32::from(self.u8()) * 16,
@@ -61,17 +50,23 @@ impl Input<'_> {
         }
     }
 
-    const fn is_empty(&self) -> bool {
+    pub(crate) const fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// Runs one input.
+/// Runs one input on a queue by itself.
 ///
 /// # Panics
-/// When the code under test breaks a law, or the host has no memory or descriptors.
+/// When the code under test breaks a law, or the host has no memory.
 pub fn virtqueue_ops(data: &[u8]) {
     let mut input = Input(data);
+    let (agreed, size, ram) = setting(&mut input);
+    queue_ops(&mut input, &ram, agreed, size);
+}
+
+/// What every input begins with: a byte for the features and one for the queues' size; and memory with a hole in it.
+pub(crate) fn setting(input: &mut Input<'_>) -> (u64, u16, GuestRam) {
     let what = input.u8();
     let mut agreed = features::VERSION_1;
     if what & 0x10 != 0 {
@@ -83,24 +78,11 @@ pub fn virtqueue_ops(data: &[u8]) {
     let size = 1u16 << (input.u8() % 7);
     let regions = [(Gpa(0), LOW), (Gpa(HIGH_AT), HIGH)];
     let Ok(ram) = GuestRam::anonymous(&regions) else { panic!("memory for a test guest") };
-    match what & 7 {
-        0..=2 => queue_ops(&mut input, &ram, agreed, size),
-        3 if what & 0x40 != 0 => net_ops(&mut input, &ram, agreed, size),
-        3 => device_ops(&mut input, &ram, agreed, size, Box::new(Rng::new())),
-        kind @ (4 | 5) => console_ops(&mut input, &ram, agreed, size, kind == 5),
-        kind => {
-            let disk = Disk::in_memory(&MemImage::new(vec![0x11; 64 * 512]), kind == 7);
-            // One queue, or several with a thread each or one for all.
-            let queues = if what & 0x40 == 0 { 1 } else { 3 };
-            let threads = if what & 0x80 == 0 { spec::DiskThreads::PerQueue } else { spec::DiskThreads::Shared };
-            let spec = spec::Disk { queues: Some(queues), threads, ..spec::Disk::new("memory") };
-            device_ops(&mut input, &ram, agreed, size, Box::new(Blk::new(disk, &spec)));
-        }
-    }
+    (agreed, size, ram)
 }
 
 /// Something the guest does to memory; `op` says what.
-fn scribble(op: u8, input: &mut Input<'_>, ram: &GuestRam, queue: &mut GuestQueue, size: u16) {
+pub(crate) fn scribble(op: u8, input: &mut Input<'_>, ram: &GuestRam, queue: &mut GuestQueue, size: u16) {
     match op % 8 {
         0..=2 => {
             let (index, at, len) = (u16::from(input.u8()) % size, input.address(), input.len());
@@ -199,101 +181,6 @@ fn check_chain(chain: &Chain, ram: &GuestRam) {
     assert_eq!(got, (chain.readable_len().saturating_sub(3) as usize).min(64));
     let put = chain.write_at(chain.writable_len().saturating_sub(1), &bytes);
     assert_eq!(put, usize::from(chain.writable_len() != 0));
-}
-
-fn device_ops(input: &mut Input<'_>, ram: &GuestRam, agreed: u64, size: u16, device: Box<dyn VirtioDevice>) {
-    let mut guest = Guest::new(device, ram);
-    device_turns(input, ram, agreed, size, &mut guest, |_, _| ());
-}
-
-/// A network device on one end of a socket; what comes from outside is bytes on the other.
-fn net_ops(input: &mut Input<'_>, ram: &GuestRam, agreed: u64, size: u16) {
-    let Ok((mut peer, wire)) = UnixStream::pair() else { panic!("a socket pair") };
-    let spec = spec::Net { fd: u32::try_from(wire.as_raw_fd()).ok(), ..spec::Net::default() };
-    let Ok(device) = Net::open(&spec, 0) else { panic!("a device on a socket") };
-    let merged = if input.u8() & 1 == 0 { feature::MRG_RXBUF } else { 0 };
-    let mut guest = Guest::new(Box::new(device), ram);
-    device_turns(input, ram, agreed | merged | feature::CTRL_VQ, size, &mut guest, |input, _| {
-        let (len, lie) = (usize::from(input.u16() & 0x7ff), input.u8());
-        let mut bytes = vec![lie; len];
-        if lie != 0 {
-            bytes.splice(..0, (len as u32).to_be_bytes());
-        }
-        // The device may be slow, or gone after a lie.
-        let _ = peer.set_nonblocking(true).and_then(|()| peer.write(&bytes));
-    });
-}
-
-fn device_turns(
-    input: &mut Input<'_>,
-    ram: &GuestRam,
-    agreed: u64,
-    size: u16,
-    guest: &mut Guest,
-    mut outside: impl FnMut(&mut Input<'_>, &mut Guest),
-) {
-    let count = guest.queue_count();
-    let mut queues: Vec<_> = (0..count).map(|i| GuestQueue::new(ram, 0x1000 + u64::from(i) * 0x2000, size)).collect();
-    let refs: Vec<&GuestQueue> = queues.iter().collect();
-    guest.start(agreed, &refs);
-    while !input.is_empty() {
-        let op = input.u8();
-        let which = usize::from(op >> 4) % queues.len().max(1);
-        match op % 16 {
-            0..9 => {
-                if let Some(queue) = queues.get_mut(which) {
-                    scribble(op % 16, input, ram, queue, size);
-                }
-            }
-            9..11 => guest.kick(which as u16),
-            11 => outside(input, guest),
-            12 => {
-                let (at, len) = (u64::from(input.u16() & 0x3fff), usize::from(input.u8() % 9));
-                let mut bytes = [0; 8];
-                guest.device.bar_read(0, at, &mut bytes[..len]);
-            }
-            13 => {
-                let (at, len, value) = (u64::from(input.u16() & 0x3fff), usize::from(input.u8() % 9), input.u32());
-                let value = u64::from(value).to_le_bytes();
-                guest.device.bar_write(0, at, &value[..len]);
-            }
-            14 => {
-                let (at, value) = (u16::from(input.u8() & 0xfc), input.u32());
-                guest.device.config_write(at, &value.to_le_bytes());
-                guest.device.config_read(at, &mut [0; 4]);
-            }
-            _ => {
-                let refs: Vec<&GuestQueue> = queues.iter().collect();
-                guest.negotiate(agreed);
-                for (queue, index) in refs.iter().zip(0u16..) {
-                    guest.set_queue(index, queue);
-                }
-                guest.set_status(0xf);
-            }
-        }
-    }
-    guest.device.reset();
-}
-
-fn console_ops(input: &mut Input<'_>, ram: &GuestRam, agreed: u64, size: u16, stuck: bool) {
-    // A pipe that nobody empties gets full and stays so.
-    let (_reader, writer) = if stuck { pipe() } else { (None, File::options().write(true).open("/dev/null")) };
-    let Ok(writer) = writer else { panic!("descriptors for a test console") };
-    let Ok((console, mut port)) = Console::new(&writer, None) else { panic!("descriptors for a test console") };
-    let mut guest = Guest::new(Box::new(console), ram);
-    device_turns(input, ram, agreed, size, &mut guest, |input, _| {
-        let token = u64::from(input.u8() & 1);
-        let bytes = vec![0x55; usize::from(input.u8()) * 8];
-        assert!(port.input(&bytes) <= bytes.len());
-        port.on_ready(token);
-    });
-    drop(port);
-}
-
-/// A pipe.
-fn pipe() -> (Option<OwnedFd>, io::Result<File>) {
-    let Ok((reader, writer)) = io::pipe() else { return (None, Err(io::ErrorKind::Other.into())) };
-    (Some(reader.into()), Ok(File::from(OwnedFd::from(writer))))
 }
 
 /// Random bytes that are the same for the same seed (a 64-bit xorshift), for running the harness without a fuzzer.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Virtio 1.2: split virtqueues, one transport core with a PCI face, and the devices.
+//! Virtio 1.2: split virtqueues, one transport core with a PCI and an MMIO face, and the devices.
 //!
 //! A guest is hostile: whatever it writes into rings, registers or requests ends in a [`GuestFault`] with one exact answer,
 //! never in a panic, an endless loop or an access outside its own memory. `machine` builds devices and places them on the
@@ -21,6 +21,7 @@ pub use fault::{Answer, GuestFault};
 pub use net::Net;
 pub use queue::{Chain, Queue, QueueConfig};
 pub use rng::Rng;
+pub use transport::mmio::VirtioMmio;
 pub use transport::pci::VirtioPci;
 
 /// Transport feature bits that the core offers for every device (virtio 1.2, 6).

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every device through the PCI face, and what entropy and the transport do beyond the common checks.
+//! Every device through both faces, and what entropy and the transport do beyond the common checks.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -10,7 +10,7 @@ use base::Gpa;
 use block::{Disk, MemImage};
 use pci::PciDevice;
 use testkit::conformance::{Subject, check};
-use testkit::{Buf, Guest, GuestQueue};
+use testkit::{Buf, Face, Guest, GuestQueue, MmioFace, PciFace, Register};
 use virtio::blk::Blk;
 use virtio::device::{VirtioDevice, status};
 use virtio::{Activation, Console, DeviceStatus, Rng, features};
@@ -50,19 +50,24 @@ fn block_with_several_queues_conforms() {
 
 #[test]
 fn a_resize_is_a_new_generation_and_a_configuration_interrupt() {
+    resize::<PciFace>();
+    resize::<MmioFace>();
+}
+
+fn resize<F: Face>() {
     let ram = testkit::ram(0x10_0000);
     let image = MemImage::new(vec![7; 0x1_0000]);
     let device = Blk::new(Disk::in_memory(&image, false), &spec::Disk::new("memory"));
     let control = device.control().unwrap();
-    let mut guest = Guest::new(Box::new(device), &ram);
+    let mut guest = Guest::<F>::on(Box::new(device), &ram);
     let mut queue = GuestQueue::new(&ram, 0x1000, 16);
     guest.start(features::TRANSPORT, &[&queue]);
-    let capacity = |guest: &mut Guest| {
+    let capacity = |guest: &mut Guest<F>| {
         let mut bytes = [0; 8];
         guest.device_config(0, &mut bytes);
         u64::from_le_bytes(bytes)
     };
-    let read = |guest: &mut Guest, queue: &mut GuestQueue, sector: u64| {
+    let read = |guest: &mut Guest<F>, queue: &mut GuestQueue, sector: u64| {
         ram.write_bytes(Gpa(0x8000), &[[0; 8], sector.to_le_bytes()].concat()).unwrap();
         queue.send(&[Buf::read(0x8000, 16), Buf::write(0x9000, 513)]);
         guest.kick(0);
@@ -70,7 +75,7 @@ fn a_resize_is_a_new_generation_and_a_configuration_interrupt() {
         ram.read::<u8>(Gpa(0x9000 + 512)).unwrap()
     };
     assert_eq!((capacity(&mut guest), read(&mut guest, &mut queue, 128)), (128, 1), "past the end");
-    let first = guest.read(0x15, 1);
+    let first = guest.face.get(Register::Generation);
 
     for (bytes, why) in
         [(0x1_0000 - 512, "does not shrink"), (0x1_0000 + 100, "no multiple of the disk's block size, 512")]
@@ -79,16 +84,16 @@ fn a_resize_is_a_new_generation_and_a_configuration_interrupt() {
         assert!(refused.contains(why) && !refused.contains('\n'), "{refused}");
     }
     control.resize(0x1_0000).unwrap();
-    guest.device.update_config();
-    assert_eq!((guest.config_interrupts(), guest.read(0x15, 1)), (0, first), "nothing changed");
+    guest.face.update_config();
+    assert_eq!((guest.face.signalled(None), guest.face.get(Register::Generation)), (0, first), "nothing changed");
 
     control.resize(0x2_0000).unwrap();
     assert_eq!((image.len(), control.size()), (0x2_0000, 0x2_0000));
     assert_eq!(capacity(&mut guest), 128, "the driver sees it with the generation, not before");
-    guest.device.update_config();
-    assert_eq!(guest.config_interrupts(), 1);
+    guest.face.update_config();
+    assert_eq!(guest.face.signalled(None), 1);
     assert_eq!(capacity(&mut guest), 256);
-    assert_ne!(guest.read(0x15, 1), first);
+    assert_ne!(guest.face.get(Register::Generation), first);
     assert_eq!(read(&mut guest, &mut queue, 128), 0, "the new sectors are there");
     assert_eq!(read(&mut guest, &mut queue, 256), 1, "and no more than these");
     // It outlives a reset of the device.
@@ -96,8 +101,8 @@ fn a_resize_is_a_new_generation_and_a_configuration_interrupt() {
     assert_eq!(capacity(&mut guest), 256);
     // A reset device tells nobody.
     control.resize(0x3_0000).unwrap();
-    guest.device.update_config();
-    assert_eq!((guest.config_interrupts(), capacity(&mut guest)), (1, 384));
+    guest.face.update_config();
+    assert_eq!((guest.face.signalled(None), capacity(&mut guest)), (1, 384));
 
     let device = Blk::new(Disk::in_memory(&MemImage::new(vec![7; 512]), true), &spec::Disk::new("memory"));
     assert_eq!(device.control().unwrap().resize(1024).unwrap_err().raw_os_error(), Some(30), "read-only");
@@ -230,6 +235,24 @@ fn a_device_gets_the_queues_that_were_enabled() {
     assert_eq!(seen, ["reset", "activate 0x100000200 [(0, 256), (2, 32)]", "config 6 [7, 8]", "reset"]);
 }
 
+/// The queues that KVM is to answer for, and a device that has none.
+#[test]
+fn a_page_of_registers_has_the_same_kicks() {
+    let ram = testkit::ram(0x10_0000);
+    let mut guest = Guest::<MmioFace>::on(Box::new(Probe::default()), &ram);
+    let fds: Vec<_> = guest.device.kicks().map(|(i, fd)| (i, fd.try_clone().unwrap())).collect();
+    assert_eq!(fds.iter().map(|(i, _)| *i).collect::<Vec<_>>(), [0, 1, 2]);
+    guest.kick(1);
+    guest.kick(1);
+    guest.kick(3);
+    assert_eq!(fds[1].1.read().unwrap(), 2);
+    guest.kick(2);
+    guest.set_status(0);
+    assert!(fds[2].1.read().is_err(), "no stale kick for the next driver");
+    let rng = Guest::<MmioFace>::on(Box::new(Rng::new()), &ram);
+    assert_eq!(rng.device.kicks().count(), 0, "its kicks come inline");
+}
+
 #[test]
 fn kicks_reach_their_eventfd_and_die_with_a_reset() {
     let ram = testkit::ram(0x10_0000);
@@ -247,26 +270,36 @@ fn kicks_reach_their_eventfd_and_die_with_a_reset() {
 
 #[test]
 fn the_generation_moves_with_the_configuration() {
+    generation::<PciFace>();
+    generation::<MmioFace>();
+}
+
+fn generation<F: Face>() {
     let ram = testkit::ram(0x10_0000);
     let probe = Probe::default();
     let status = Arc::clone(&probe.status);
-    let mut guest = Guest::new(Box::new(probe), &ram);
+    let mut guest = Guest::<F>::on(Box::new(probe), &ram);
     guest.start(features::VERSION_1, &[]);
-    let first = guest.read(0x15, 1);
-    assert_eq!(guest.read(0x15, 1), first);
+    let first = guest.face.get(Register::Generation);
+    assert_eq!(guest.face.get(Register::Generation), first);
     status.lock().unwrap().as_ref().unwrap().config_changed();
-    assert_eq!(guest.config_interrupts(), 1);
-    let second = guest.read(0x15, 1);
+    assert_eq!(guest.face.signalled(None), 1);
+    let second = guest.face.get(Register::Generation);
     assert_ne!(second, first);
-    assert_eq!(guest.read(0x15, 1), second);
+    assert_eq!(guest.face.get(Register::Generation), second);
 }
 
 #[test]
 fn a_host_that_can_not_start_a_device_tells_the_guest() {
+    unstarted::<PciFace>();
+    unstarted::<MmioFace>();
+}
+
+fn unstarted<F: Face>() {
     let ram = testkit::ram(0x10_0000);
-    let mut guest = Guest::new(Box::new(Probe { fail: true, ..Probe::default() }), &ram);
+    let mut guest = Guest::<F>::on(Box::new(Probe { fail: true, ..Probe::default() }), &ram);
     guest.start(features::VERSION_1, &[]);
     assert_eq!(guest.status(), 0xf | status::NEEDS_RESET);
-    assert_eq!(guest.config_interrupts(), 1);
-    assert_eq!(guest.device.status().take_trouble().as_deref(), Some("no threads left"));
+    assert_eq!(guest.face.signalled(None), 1);
+    assert_eq!(guest.face.core().shared_status().take_trouble().as_deref(), Some("no threads left"));
 }

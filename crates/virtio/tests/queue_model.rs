@@ -9,7 +9,7 @@ use base::Gpa;
 use mem::GuestRam;
 use proptest::prelude::*;
 use testkit::ops::random_bytes;
-use testkit::{Buf, GuestQueue, virtqueue_ops};
+use testkit::{Buf, GuestQueue, blk_ops, console_ops, net_ops, rng_ops, virtqueue_ops};
 use virtio::{Chain, features};
 
 #[derive(Clone, Debug)]
@@ -149,14 +149,14 @@ proptest! {
     }
 }
 
-/// Inputs for the harness that the fuzz target shares; `TARE_FUZZ_RUNS` asks for more of them.
+/// Inputs for the harnesses that the fuzz targets share; `TARE_FUZZ_RUNS` asks for more of them.
 #[test]
 fn random_bytes_do_no_harm() {
-    let runs = std::env::var("TARE_FUZZ_RUNS").ok().and_then(|n| n.parse().ok()).unwrap_or(1000u64);
+    let runs = std::env::var("TARE_FUZZ_RUNS").ok().and_then(|n| n.parse().ok()).unwrap_or(1280u64);
     for seed in 0..runs {
         let mut data = random_bytes(seed, 64 + (seed as usize * 37) % 2000);
-        // Every kind of device gets its share, with every set of features.
-        data[0] = seed as u8;
-        virtqueue_ops(&data);
+        // Everything gets its share, with every set of features and behind both faces.
+        data[0] = (seed / 5) as u8;
+        [virtqueue_ops, blk_ops, net_ops, console_ops, rng_ops][(seed % 5) as usize](&data);
     }
 }

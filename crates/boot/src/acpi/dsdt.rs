@@ -9,7 +9,7 @@ use acpi_tables::aml::{
 use acpi_tables::sdt::Sdt;
 
 use super::{OEM, OEM_REVISION, OEM_TABLE};
-use crate::platform::{Ecam, Platform, PmPorts, Serial};
+use crate::platform::{Ecam, Platform, PmPorts, Serial, VirtioMmio};
 
 /// Notification of a power button: it was pressed.
 const PRESSED: u8 = 0x80;
@@ -22,6 +22,10 @@ pub fn table(platform: &Platform) -> Sdt {
     if let Some(ecam) = platform.ecam {
         in_system_bus(&mut aml, |out| host_bridge(platform, ecam, out));
         in_system_bus(&mut aml, |out| motherboard(ecam, out));
+    }
+    for (number, device) in platform.virtio_mmio.iter().enumerate() {
+        let shared = platform.virtio_mmio.iter().filter(|other| other.gsi == device.gsi).count() > 1;
+        in_system_bus(&mut aml, |out| virtio(number, device, shared, out));
     }
     if let Some(serial) = platform.serial {
         in_system_bus(&mut aml, |out| com(serial, out));
@@ -97,6 +101,24 @@ fn motherboard(ecam: Ecam, out: &mut Vec<u8>) {
             &Name::new("_HID".into(), &EISAName::new("PNP0C02")),
             &Name::new("_UID".into(), &0u8),
             &Name::new("_CRS".into(), &ResourceTemplate::new(vec![window.as_ref()])),
+        ],
+    )
+    .to_aml_bytes(out);
+}
+
+/// A virtio device as registers, under the id guests know them all by; `_UID` tells them apart.
+fn virtio(number: usize, device: &VirtioMmio, shared: bool, out: &mut Vec<u8>) {
+    let crs: [&dyn Aml; 2] = [
+        &Memory32Fixed::new(true, device.at.0 as u32, device.len),
+        &Interrupt::new(true, true, false, shared, device.gsi.0),
+    ];
+    let name = format!("V{number:03X}");
+    Device::new(
+        name.as_str().into(),
+        vec![
+            &Name::new("_HID".into(), &"LNRO0005"),
+            &Name::new("_UID".into(), &number),
+            &Name::new("_CRS".into(), &ResourceTemplate::new(crs.to_vec())),
         ],
     )
     .to_aml_bytes(out);

@@ -81,6 +81,28 @@ fn the_tables_are_found_and_say_what_the_platform_is() {
     assert_eq!((u64_at(c, 44), &c[52..]), (0xe000_0000, &[0u8; 8][..]));
 }
 
+/// A device of 4 KiB; every fourth has a line of its own.
+fn registers(number: u32) -> crate::VirtioMmio {
+    let gsi = base::Gsi(if number.is_multiple_of(4) { 6 + number / 4 } else { 23 });
+    crate::VirtioMmio { at: Gpa(0xe100_0000 + u64::from(number) * 0x1000), len: 0x1000, gsi }
+}
+
+#[test]
+fn virtio_registers_are_described_with_memory_and_interrupt() {
+    let mut p = platform();
+    p.virtio_mmio = (0..3).map(registers).collect();
+    let dsdt = &tables(&p)["DSDT"];
+    let count = |wanted: &[u8]| dsdt.windows(wanted.len()).filter(|w| *w == wanted).count();
+    assert_eq!(count(b"LNRO0005\0"), 3);
+    for (number, line, flags) in [(0u8, 6u8, 0b0011), (1, 23, 0b1011), (2, 23, 0b1011)] {
+        let memory = [0x86, 9, 0, 1, 0, 0x10 * number, 0, 0xe1, 0, 0x10, 0, 0];
+        assert_eq!(count(&memory), 1, "read-write memory of device {number}");
+        // Consumer, edge, active high, and shared where it is.
+        let interrupt = [0x89, 6, 0, flags, 1, line, 0, 0, 0];
+        assert_eq!(count(&[&memory[..], &interrupt].concat()), 1, "interrupt of device {number}");
+    }
+}
+
 #[test]
 fn what_is_absent_is_not_described() {
     let mut p = platform();
@@ -98,6 +120,7 @@ fn the_most_a_platform_may_have_fits() {
     p.apic_ids = (0..64).map(|n| n * 3).collect();
     p.ecam = Some(crate::Ecam { base: Gpa(0x20_0000_0000), buses: 256 });
     p.conf1 = true;
+    p.virtio_mmio = (0..64).map(registers).collect();
     assert_eq!(tables(&p)["APIC"].len(), 44 + 64 * 8 + 12);
 }
 
@@ -106,6 +129,7 @@ fn acpica_disassembles_and_compiles_them_without_a_word() {
     let mut high = platform();
     high.ecam = Some(crate::Ecam { base: Gpa(0x20_0000_0000), buses: 256 });
     high.conf1 = true;
+    high.virtio_mmio = (0..5).map(registers).collect();
     for p in [platform(), high] {
         let dir = tempfile::tempdir().unwrap();
         for (name, table) in tables(&p) {

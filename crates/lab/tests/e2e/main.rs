@@ -16,3 +16,4 @@ mod leftovers;
 mod machine;
 mod network;
 mod refusals;
+mod transports;

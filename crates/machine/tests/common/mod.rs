@@ -113,12 +113,23 @@ pub fn run(code: &Code, meanwhile: impl FnOnce(&mut Started<'_>)) -> (Report, Ve
 
 /// [`run`] with a choice of accounting.
 pub fn run_with(code: &Code, accounting: Accounting, meanwhile: impl FnOnce(&mut Started<'_>)) -> (Report, Vec<u8>) {
+    run_vm(code, accounting, |_| {}, meanwhile)
+}
+
+/// [`run_with`] on a machine that `change` made another.
+pub fn run_vm(
+    code: &Code,
+    accounting: Accounting,
+    change: impl FnOnce(&mut spec::Vm),
+    meanwhile: impl FnOnce(&mut Started<'_>),
+) -> (Report, Vec<u8>) {
     let mut kernel = tempfile::NamedTempFile::new().unwrap();
     kernel.write_all(&code.elf()).unwrap();
     let mut vm = spec::Vm::new(kernel.path());
     vm.console = spec::Console::Serial;
     vm.memory.size = 64 << 20;
     vm.rng = false;
+    change(&mut vm);
     let (mut reader, writer) = std::io::pipe().unwrap();
     let io = ConsoleIo { input: None, output: Arc::new(File::from(OwnedFd::from(writer))), terminal: false };
     let thread = std::thread::spawn(move || machine::run_with(&vm, &io, accounting));

@@ -84,14 +84,13 @@ impl Workers {
 /// Starts the workers for the queues that the driver enabled, each with a handle of its own on `disk`.
 ///
 /// # Errors
-/// When the host has no thread or descriptor left, or the driver enabled no queue. Nothing runs then.
+/// When the host has no thread or descriptor left. Nothing runs then.
 pub fn start(disk: &Disk, setup: &Setup, activation: Activation) -> io::Result<Workers> {
     let Activation { ram, queues, status, .. } = activation;
-    if queues.is_empty() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the driver enabled no queue"));
-    }
+    // A driver that enabled no queue has a device that does nothing, and no thread.
+    let shared = setup.one_thread && !queues.is_empty();
     let groups: Vec<Vec<ActiveQueue>> =
-        if setup.one_thread { vec![queues] } else { queues.into_iter().map(|q| vec![q]).collect() };
+        if shared { vec![queues] } else { queues.into_iter().map(|q| vec![q]).collect() };
     let mut out = Workers { threads: Vec::new(), kicks: Vec::new(), stop: Arc::default() };
     for group in groups {
         let number = group.first().map_or(0, |q| q.index);

@@ -24,6 +24,14 @@ pub enum Ring {
     Used,
 }
 
+const fn feature_word(features: u64, word: u32) -> u32 {
+    match word {
+        0 => features as u32,
+        1 => (features >> 32) as u32,
+        _ => 0,
+    }
+}
+
 /// A device and the driver's dealings with it.
 pub struct Core {
     device: Box<dyn VirtioDevice>,
@@ -73,6 +81,18 @@ impl Core {
     #[must_use]
     pub const fn offered(&self) -> u64 {
         self.offered
+    }
+
+    /// The 32 features offered that a driver selects with `word`: 0 for the low ones, 1 for the high ones.
+    #[must_use]
+    pub const fn offered_word(&self, word: u32) -> u32 {
+        feature_word(self.offered, word)
+    }
+
+    /// Of the features that the driver wrote, those that it selects with `word`.
+    #[must_use]
+    pub const fn accepted_word(&self, word: u32) -> u32 {
+        feature_word(self.accepted, word)
     }
 
     /// Features as the driver wrote them.
@@ -203,6 +223,11 @@ impl Core {
         self.queues.get(usize::from(index))
     }
 
+    /// The queues that the device does not want kicked inline, each with its eventfd, to bind an ioeventfd for.
+    pub fn kicks(&self) -> impl Iterator<Item = (u16, &EventFd)> {
+        (0..self.queue_count()).filter_map(|index| Some((index, self.kick_fd(index)?)))
+    }
+
     /// Settings of queue `index` if the driver may still change them.
     fn open_queue(&mut self, index: u16) -> Option<&mut QueueConfig> {
         let late = self.active || self.queue(index).is_some_and(|q| q.enabled);
@@ -236,6 +261,16 @@ impl Core {
     pub fn enable_queue(&mut self, index: u16) {
         if let Some(queue) = self.open_queue(index) {
             queue.enabled = true;
+        }
+    }
+
+    /// The driver takes queue `index` back, which it may until it says that it is ready; from then on only a reset does.
+    pub fn disable_queue(&mut self, index: u16) {
+        if self.active {
+            return self.note(GuestFault::LateSetting);
+        }
+        if let Some(queue) = self.queues.get_mut(usize::from(index)) {
+            queue.enabled = false;
         }
     }
 

@@ -172,7 +172,7 @@ impl VirtioPci {
     /// Queues to bind an ioeventfd for, each with its eventfd. Inline queues are missing: their kicks have to reach
     /// [`PciDevice::bar_write`].
     pub fn kicks(&self) -> impl Iterator<Item = (u16, &EventFd)> {
-        (0..self.core.queue_count()).filter_map(|index| Some((index, self.core.kick_fd(index)?)))
+        self.core.kicks()
     }
 
     /// What the device's threads share with the transport.
@@ -199,9 +199,9 @@ impl VirtioPci {
         let pair = |low: u16, high: u16| u32::from(low) | u32::from(high) << 16;
         match at {
             0x00 => self.device_features,
-            0x04 => feature_word(self.core.offered(), self.device_features),
+            0x04 => self.core.offered_word(self.device_features),
             0x08 => self.driver_features,
-            0x0c => feature_word(self.core.accepted(), self.driver_features),
+            0x0c => self.core.accepted_word(self.driver_features),
             0x10 => pair(self.lines.get(None), self.core.queue_count()),
             0x14 => {
                 let state = u16::from_le_bytes([self.core.status(), self.core.generation()]);
@@ -303,14 +303,6 @@ fn vendor_cap(len: u8, kind: u8, offset: u64, size: u64) -> [u8; 14] {
     cap[6..10].copy_from_slice(&(offset as u32).to_le_bytes());
     cap[10..].copy_from_slice(&(size as u32).to_le_bytes());
     cap
-}
-
-const fn feature_word(features: u64, word: u32) -> u32 {
-    match word {
-        0 => features as u32,
-        1 => (features >> 32) as u32,
-        _ => 0,
-    }
 }
 
 impl PciDevice for VirtioPci {

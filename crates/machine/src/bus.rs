@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Where the guest's virtio devices are: on a PCI bus or at pages of their own, as the description says. `build` fills it,
+//! vCPU threads ask it about addresses outside RAM.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use boot::Ecam;
+use kvm::Vm;
+use mem::GuestRam;
+use spec::Transport;
+use virtio::VirtioDevice;
+use virtio::transport::pci::VirtioPci;
+
+use crate::error::Error;
+use crate::layout::ECAM;
+use crate::ledger::Party;
+use crate::mmio_host::{MmioHost, Registers};
+use crate::pci_host::PciHost;
+
+/// All virtio devices of a machine.
+pub enum Bus {
+    /// PCI functions.
+    Pci(PciHost),
+    /// Pages of registers.
+    Mmio(MmioHost),
+}
+
+/// One device where the guest finds it, under its own lock.
+#[derive(Clone)]
+pub enum Function {
+    /// A PCI function.
+    Pci(Arc<Mutex<VirtioPci>>),
+    /// A page of registers.
+    Mmio(Registers),
+}
+
+impl Function {
+    /// The device may have changed its configuration: the guest hears of it.
+    pub fn update_config(&self) {
+        match self {
+            Self::Pci(device) => device.lock().unwrap_or_else(PoisonError::into_inner).update_config(),
+            Self::Mmio(device) => device.lock().unwrap_or_else(PoisonError::into_inner).update_config(),
+        }
+    }
+}
+
+impl Bus {
+    /// Without devices.
+    #[must_use]
+    pub fn new(transport: Transport, vm: &Vm, ram: &GuestRam) -> Self {
+        match transport {
+            Transport::Pci => Self::Pci(PciHost::new(vm, ram)),
+            Transport::Mmio => Self::Mmio(MmioHost::new(vm, ram)),
+        }
+    }
+
+    /// Puts `device` into the next place and gives it as it is there.
+    ///
+    /// # Errors
+    /// [`Error::TooMuch`] when there is no place left, [`Error::Host`] when the host is out of descriptors or interrupts.
+    pub fn add(&mut self, device: Box<dyn VirtioDevice>) -> Result<Function, Error> {
+        match self {
+            Self::Pci(bus) => bus.add(device).map(Function::Pci),
+            Self::Mmio(bus) => bus.add(device).map(Function::Mmio),
+        }
+    }
+
+    /// The configuration window, if there is a bus with something on it. An empty one would only be probed: four hundred
+    /// exits and two dozen lines of boot log.
+    #[must_use]
+    pub fn ecam(&self) -> Option<Ecam> {
+        match self {
+            Self::Pci(bus) if !bus.is_empty() => Some(Ecam { base: ECAM.0, buses: 1 }),
+            _ => None,
+        }
+    }
+
+    /// The devices that are no PCI functions.
+    #[must_use]
+    pub fn virtio_mmio(&self) -> Vec<boot::VirtioMmio> {
+        match self {
+            Self::Pci(_) => Vec::new(),
+            Self::Mmio(bus) => bus.described(),
+        }
+    }
+
+    /// Answers a read at `at`, if something is there.
+    pub fn read(&self, at: u64, data: &mut [u8]) -> Option<Party> {
+        match self {
+            Self::Pci(bus) => {
+                if let Some(offset) = ecam_offset(at) {
+                    bus.config_read(offset, data);
+                    return Some(Party::PciEcam);
+                }
+                bus.bar_read(at, data).then_some(Party::PciBar)
+            }
+            Self::Mmio(bus) => bus.read(at, data).then_some(Party::VirtioMmio),
+        }
+    }
+
+    /// Answers a write at `at`, if something is there.
+    pub fn write(&self, at: u64, data: &[u8]) -> Option<Party> {
+        match self {
+            Self::Pci(bus) => {
+                if let Some(offset) = ecam_offset(at) {
+                    bus.config_write(offset, data);
+                    return Some(Party::PciEcam);
+                }
+                bus.bar_write(at, data).then_some(Party::PciBar)
+            }
+            Self::Mmio(bus) => bus.write(at, data).then_some(Party::VirtioMmio),
+        }
+    }
+
+    /// Stops all devices: work in flight is finished or dropped, threads end. The guest must not run any more.
+    pub fn stop(&self) {
+        match self {
+            Self::Pci(bus) => bus.stop(),
+            Self::Mmio(bus) => bus.stop(),
+        }
+    }
+}
+
+fn ecam_offset(at: u64) -> Option<u64> {
+    at.checked_sub(ECAM.0.0).filter(|offset| *offset < ECAM.1)
+}

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Virtio devices as pages of registers at fixed addresses: which device answers where, which line it has, and which
+//! doorbells KVM answers itself. Nothing here moves, so finding a device takes no lock; vCPU threads take its own.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gpa, Gsi};
+use irq::IrqLine;
+use kvm::Vm;
+use mem::GuestRam;
+use virtio::VirtioDevice;
+use virtio::transport::mmio::{NOTIFY, SIZE, VirtioMmio};
+
+use crate::error::{Error, host};
+use crate::layout::{VIRTIO_MMIO, VIRTIO_MMIO_GSIS, VIRTIO_MMIO_MOST};
+
+/// A device at its page, under its own lock.
+pub type Registers = Arc<Mutex<VirtioMmio>>;
+
+/// A pin of the IOAPIC. Devices that share it share the eventfd, too: KVM delivers what comes through one in turn, so that
+/// no edge is lost between two.
+struct Pin(EventFd);
+
+impl IrqLine for Pin {
+    fn pulse(&self) {
+        // Only a counter at its limit refuses, and then an edge is pending anyway.
+        let _ = self.0.write(1);
+    }
+}
+
+/// The devices, page after page.
+pub struct MmioHost {
+    vm: Vm,
+    ram: GuestRam,
+    pins: Vec<Arc<Pin>>,
+    devices: Vec<Registers>,
+}
+
+fn lock(device: &Registers) -> MutexGuard<'_, VirtioMmio> {
+    device.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Page and interrupt of device `number`.
+fn place(number: usize) -> (Gpa, Gsi) {
+    let gsi = VIRTIO_MMIO_GSIS[number % VIRTIO_MMIO_GSIS.len()];
+    (Gpa(VIRTIO_MMIO.0 + number as u64 * SIZE), gsi)
+}
+
+impl MmioHost {
+    /// No devices yet.
+    #[must_use]
+    pub fn new(vm: &Vm, ram: &GuestRam) -> Self {
+        Self { vm: vm.clone(), ram: ram.clone(), pins: Vec::new(), devices: Vec::new() }
+    }
+
+    /// Puts `device` at the next page and gives it as it is there.
+    ///
+    /// # Errors
+    /// [`Error::TooMuch`] when there are no pages left, [`Error::Host`] when the host is out of descriptors or interrupts.
+    pub fn add(&mut self, device: Box<dyn VirtioDevice>) -> Result<Registers, Error> {
+        let number = self.devices.len();
+        if number >= VIRTIO_MMIO_MOST {
+            let what = format!("more than {VIRTIO_MMIO_MOST} virtio devices: give the VM fewer");
+            return Err(Error::TooMuch(what));
+        }
+        let (at, gsi) = place(number);
+        let pin = self.pin(number, gsi)?;
+        let device = VirtioMmio::new(device, self.ram.clone(), pin).map_err(host("give a device its eventfds"))?;
+        for (queue, kick) in device.kicks() {
+            // Where KVM has no room, kicks reach `write` and work as well.
+            let _ = self.vm.add_ioeventfd_for(kick, Gpa(at.0 + NOTIFY), queue.into());
+        }
+        let device = Arc::new(Mutex::new(device));
+        self.devices.push(device.clone());
+        Ok(device)
+    }
+
+    /// The pin for device `number`, new or shared.
+    fn pin(&mut self, number: usize, gsi: Gsi) -> Result<Arc<Pin>, Error> {
+        if let Some(pin) = self.pins.get(number % VIRTIO_MMIO_GSIS.len()) {
+            return Ok(pin.clone());
+        }
+        let irqfd = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?;
+        self.vm.add_irqfd(&irqfd, gsi)?;
+        let pin = Arc::new(Pin(irqfd));
+        self.pins.push(pin.clone());
+        Ok(pin)
+    }
+
+    /// Reads registers at `at`; `false` if none are there.
+    pub fn read(&self, at: u64, data: &mut [u8]) -> bool {
+        let Some((device, offset)) = self.find(at) else { return false };
+        lock(device).read(offset, data);
+        true
+    }
+
+    /// Writes registers at `at`; `false` if none are there.
+    pub fn write(&self, at: u64, data: &[u8]) -> bool {
+        let Some((device, offset)) = self.find(at) else { return false };
+        lock(device).write(offset, data);
+        true
+    }
+
+    fn find(&self, at: u64) -> Option<(&Registers, u64)> {
+        let offset = at.checked_sub(VIRTIO_MMIO.0)?;
+        let device = self.devices.get(usize::try_from(offset / SIZE).ok()?)?;
+        Some((device, offset % SIZE))
+    }
+
+    /// Stops all devices: work in flight is finished or dropped, threads end. The guest must not run any more.
+    pub fn stop(&self) {
+        for device in &self.devices {
+            lock(device).reset();
+        }
+    }
+
+    /// The devices for the ACPI tables.
+    #[must_use]
+    pub fn described(&self) -> Vec<boot::VirtioMmio> {
+        let places = (0..self.devices.len()).map(place);
+        places.map(|(at, gsi)| boot::VirtioMmio { at, len: SIZE as u32, gsi }).collect()
+    }
+}
+
+/// `cmdline` with `devices` announced in it, for a kernel that reads no tables: before the `--` that ends the kernel's part.
+/// A kernel that reads both finds each device once, the second time its page is taken. As it was if there is no room for
+/// all of them.
+#[must_use]
+pub fn announce(cmdline: &str, devices: &[boot::VirtioMmio]) -> String {
+    let words = devices.iter().map(|d| format!("virtio_mmio.device={}K@{:#x}:{}", d.len >> 10, d.at.0, d.gsi.0));
+    let words = words.collect::<Vec<_>>().join(" ");
+    if words.is_empty() || cmdline.len() + 1 + words.len() > spec::MAX_CMDLINE {
+        return cmdline.to_owned();
+    }
+    let end = cmdline
+        .split_inclusive(char::is_whitespace)
+        .try_fold(0, |at, word| if word.trim_end() == "--" { Err(at) } else { Ok(at + word.len()) });
+    match end {
+        Err(at) => format!("{}{words} {}", &cmdline[..at], &cmdline[at..]),
+        Ok(_) => format!("{cmdline} {words}").trim_start().to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn two() -> Vec<boot::VirtioMmio> {
+        let places = (0..2).map(place);
+        places.map(|(at, gsi)| boot::VirtioMmio { at, len: SIZE as u32, gsi }).collect()
+    }
+
+    #[test]
+    fn the_command_line_names_page_and_interrupt() {
+        let words = "virtio_mmio.device=4K@0xe1000000:6 virtio_mmio.device=4K@0xe1001000:9";
+        assert_eq!(announce("quiet ro", &two()), format!("quiet ro {words}"));
+        assert_eq!(announce("", &two()), words);
+        assert_eq!(announce("quiet -- sh -- x", &two()), format!("quiet {words} -- sh -- x"));
+        assert_eq!(announce("-- sh", &two()), format!("{words} -- sh"));
+        assert_eq!(announce("a--b --c", &two()), format!("a--b --c {words}"));
+        assert_eq!(announce("quiet", &[]), "quiet");
+        let long = "x".repeat(spec::MAX_CMDLINE - words.len() - 1);
+        assert_eq!(announce(&long, &two()).len(), spec::MAX_CMDLINE);
+        let longer = format!("{long}x");
+        assert_eq!(announce(&longer, &two()), longer, "the tables have to do");
+    }
+
+    #[test]
+    fn lines_are_shared_once_all_are_taken() {
+        let gsis: Vec<u32> = (0..VIRTIO_MMIO_MOST).map(|number| place(number).1.0).collect();
+        assert_eq!(gsis[..14], [6, 9, 10, 11, 14, 16, 17, 18, 19, 20, 21, 22, 23, 6]);
+        assert!(!gsis.contains(&crate::layout::SERIAL_GSI.0) && !gsis.contains(&crate::layout::ACPI_EVENT_GSI.0));
+    }
+}
