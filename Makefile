@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 # How long each fuzz target runs under `make test` and `make fuzz`.
 FUZZ_SECONDS ?= 60
 
-# Further options of `make bench-block`, for instance BENCH_BLOCK="--pairs 9 --only 'nbd raw'".
+# Further options of `make bench-block`, for instance BENCH_BLOCK="--pairs 9 --only 'nbd raw'", or BENCH_BLOCK=--quick.
 BENCH_BLOCK ?=
 
 .PHONY: help demo test check unit fuzz e2e bench-exit bench-block build deps clean-cache

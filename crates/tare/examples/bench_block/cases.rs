@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The cases and how each side runs one.
-
-use std::path::Path;
-use std::process::Command;
+//! The cases of the table: what is done to which image, how often, and what was promised of it.
 
 use crate::Asked;
-use crate::images::{Folder, Kind};
-use crate::measure::{self, Cost, Side};
-use crate::serve;
+use crate::images::Kind;
+use crate::measure::Side;
 
 /// What the clock is held to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,9 +12,9 @@ pub enum Work {
     Scattered,
     /// `img bench` from the start on.
     Sequential,
-    /// As `Scattered`, by tare twice: `cow=explicit` in QEMU's place.
-    Cow,
-    /// The image behind `img serve --nbd` or `qemu-nbd`, fio's nbd engine before it.
+    /// As `Scattered`, by tare twice: `cow=explicit` in QEMU's place, and this mode.
+    Cow(&'static str),
+    /// The image behind a server of NBD, fio's nbd engine before it.
     Served,
     /// `img convert` to qcow2.
     Convert,
@@ -39,53 +35,46 @@ pub struct Case {
     pub count: u64,
 }
 
+const PAGE: u64 = 4096;
+const EMPTY: [Kind; 5] = [Kind::Empty, Kind::Extended, Kind::Overlay, Kind::OverCompressed, Kind::Zeroed];
+const FULL: [Kind; 4] = [Kind::Full, Kind::ExtendedFull, Kind::OverlayFull, Kind::OverCompressedFull];
+
 /// All cases, the raw ones first: they are the limit of the others.
 pub fn all(asked: &Asked) -> Vec<Case> {
     let mut cases = Vec::new();
-    let scaled = |n: f64| ((n * asked.scale) as u64).max(64);
-    let mut add = |work, kind: Kind, write, block: u64, depth, cache| {
-        // A second or two of each: fewer requests where each takes longer, none twice where writing changes the image.
-        let wanted = match (block, cache, depth) {
-            (4096, "writeback", _) => scaled(60_000.0),
-            (4096, _, 1) => scaled(6_000.0),
-            (4096, ..) => scaled(24_000.0),
-            _ => scaled((1u64 << 31) as f64 / block as f64 / 2.0),
-        };
-        let clusters = asked.size >> 16;
-        let fresh = write && kind.spent_by_writing() && work != Work::Sequential;
-        let count = if fresh { wanted.min(clusters) } else { wanted };
-        cases.push(Case { work, kind, write, block, depth, cache, count });
-    };
-    let allocating = [Kind::Empty, Kind::Extended, Kind::Overlay, Kind::OverCompressed, Kind::Zeroed];
     for cache in ["none", "writeback"] {
         for depth in [1, 32] {
-            for kind in [Kind::Raw, Kind::Full] {
-                add(Work::Scattered, kind, false, 4096, depth, cache);
-                add(Work::Scattered, kind, true, 4096, depth, cache);
+            let mut add =
+                |work, kind, write, block| cases.push(Case::new(asked, work, kind, write, block, depth, cache));
+            for write in [false, true] {
+                add(Work::Scattered, Kind::Raw, write, PAGE);
+                FULL.iter().for_each(|kind| add(Work::Scattered, *kind, write, PAGE));
             }
-            for kind in allocating {
-                add(Work::Scattered, kind, true, 4096, depth, cache);
+            // These bytes are in the image below, or have to be unpacked.
+            for kind in [Kind::Overlay, Kind::OverCompressed, Kind::Compressed] {
+                add(Work::Scattered, kind, false, PAGE);
             }
-            for kind in [Kind::Raw, Kind::Full] {
-                for block in [64 << 10, 1 << 20] {
-                    add(Work::Sequential, kind, false, block, depth, cache);
-                    let target = if kind == Kind::Full { Kind::Empty } else { kind };
-                    add(Work::Sequential, target, true, block, depth, cache);
+            EMPTY.iter().for_each(|kind| add(Work::Scattered, *kind, true, PAGE));
+            add(Work::Scattered, Kind::CompressedCopy, true, PAGE);
+            for kind in [Kind::Empty, Kind::Zeroed] {
+                add(Work::Cow("unallocated"), kind, true, PAGE);
+                add(Work::Cow("zero-aware"), kind, true, PAGE);
+            }
+            for block in [64 << 10, 1 << 20] {
+                for (read, written) in [(Kind::Raw, Kind::Raw), (Kind::Full, Kind::Empty)] {
+                    add(Work::Sequential, read, false, block);
+                    add(Work::Sequential, written, true, block);
                 }
             }
-            add(Work::Scattered, Kind::Compressed, false, 4096, depth, cache);
-            add(Work::Cow, Kind::Zeroed, true, 4096, depth, cache);
         }
     }
     for depth in [1, 32] {
         for kind in [Kind::Raw, Kind::Full] {
-            for write in [false, true] {
-                add(Work::Served, kind, write, 4096, depth, "none");
-                add(Work::Served, kind, write, 4096, depth, "writeback");
+            for (write, cache) in [(false, "none"), (false, "writeback"), (true, "none"), (true, "writeback")] {
+                cases.push(Case::new(asked, Work::Served, kind, write, PAGE, depth, cache));
             }
         }
     }
-    let mib = asked.size >> 20;
     for (work, kind) in [
         (Work::Convert, Kind::Raw),
         (Work::Convert, Kind::Full),
@@ -93,18 +82,61 @@ pub fn all(asked: &Asked) -> Vec<Case> {
         (Work::Check, Kind::Full),
         (Work::Check, Kind::Compressed),
     ] {
-        cases.push(Case { work, kind, write: false, block: 1 << 20, depth: 1, cache: "writeback", count: mib });
+        let count = asked.whole >> 20;
+        cases.push(Case { work, kind, write: false, block: 1 << 20, depth: 1, cache: "writeback", count });
     }
     cases
 }
 
 impl Case {
-    /// The ratio of rates that this project promises.
-    pub fn target(&self) -> f64 {
+    fn new(asked: &Asked, work: Work, kind: Kind, write: bool, block: u64, depth: u32, cache: &'static str) -> Self {
+        let mut case = Self { work, kind, write, block, depth, cache, count: 0 };
+        // Half a second or two of each: fewer requests where each takes longer, none twice where writing changes the image.
+        let unpacks = matches!(kind, Kind::Compressed | Kind::CompressedCopy | Kind::OverCompressed);
+        let wanted = match (block, cache, depth) {
+            _ if work == Work::Served => 16_000.0,
+            (PAGE, ..) if unpacks => 6_000.0,
+            (PAGE, "writeback", _) if write => 120_000.0,
+            (PAGE, "writeback", _) => 240_000.0,
+            (PAGE, _, 1) => 6_000.0,
+            (PAGE, ..) => 40_000.0,
+            _ => (1u64 << 30) as f64 / block as f64,
+        };
+        let wanted = ((wanted * asked.scale) as u64).max(64);
+        let once = write && kind.spent_by_writing() && work != Work::Sequential;
+        case.count = if once { wanted.min(asked.size >> 16) } else { wanted };
+        case
+    }
+
+    /// Done to the images of the second size.
+    pub fn whole(&self) -> bool {
+        matches!(self.work, Work::Convert | Work::Check)
+    }
+
+    /// Who takes part.
+    pub fn sides(&self, asked: &Asked) -> Vec<Side> {
+        let mut sides = vec![Side::Qemu, Side::Tare];
+        let plain = matches!(self.work, Work::Scattered | Work::Sequential);
+        if plain && self.cache == "writeback" && asked.aio != "auto" {
+            sides.push(Side::Auto);
+        }
+        // The crate refuses subclusters.
+        if plain && asked.imago.is_some() && !matches!(self.kind, Kind::Extended | Kind::ExtendedFull) {
+            sides.push(Side::Imago);
+        }
+        if self.work == Work::Served {
+            sides.push(Side::Daemon);
+        }
+        sides
+    }
+
+    /// The ratio of rates that this project promises, if it promises one.
+    pub fn target(&self) -> Option<f64> {
         match self.work {
-            Work::Cow => 3.0,
-            Work::Scattered if self.write && self.kind.spent_by_writing() && self.kind != Kind::Zeroed => 1.5,
-            _ => 1.0,
+            Work::Cow("zero-aware") if self.kind == Kind::Zeroed => Some(3.0),
+            Work::Cow(_) => None,
+            Work::Scattered if self.write && self.kind.spent_by_writing() && self.kind != Kind::Zeroed => Some(1.5),
+            _ => Some(1.0),
         }
     }
 
@@ -121,112 +153,14 @@ impl Case {
             if self.block < 1 << 20 { format!("{}k", self.block >> 10) } else { format!("{}m", self.block >> 20) };
         let way = if self.write { "write" } else { "read" };
         let way = if self.write && self.kind.spent_by_writing() { "alloc" } else { way };
+        let how = format!("{way} {block} qd{} {}", self.depth, self.cache);
         match self.work {
-            Work::Scattered => format!("{kind}: rnd {way} {block} qd{} {}", self.depth, self.cache),
-            Work::Sequential => format!("{kind}: seq {way} {block} qd{} {}", self.depth, self.cache),
-            Work::Cow => format!("cow over explicit, zeroes: {way} {block} qd{} {}", self.depth, self.cache),
-            Work::Served => format!("nbd {kind}: rnd {way} {block} qd{} {}", self.depth, self.cache),
+            Work::Scattered => format!("{kind}: rnd {how}"),
+            Work::Sequential => format!("{kind}: seq {how}"),
+            Work::Cow(mode) => format!("{kind}: cow={mode} over explicit, {how}"),
+            Work::Served => format!("nbd {kind}: rnd {how}"),
             Work::Convert => format!("convert {kind} to qcow2"),
             Work::Check => format!("check {kind}"),
         }
     }
-
-    /// One run by one side.
-    pub fn run(&self, side: Side, asked: &Asked, folder: &Folder) -> Result<Cost, String> {
-        let image = folder.image(self.kind)?;
-        match self.work {
-            Work::Scattered | Work::Sequential | Work::Cow => self.bench(side, asked, &image),
-            Work::Served => serve::run(self, side, asked, folder, &image),
-            Work::Convert => {
-                let to = folder.file("converted.qcow2");
-                let _ = std::fs::remove_file(&to);
-                let mut command = program(side, asked, "convert");
-                command.args(["-f", self.kind.format(), "-O", "qcow2"]).arg(&image).arg(&to);
-                let cost = self.whole(&mut command);
-                let _ = std::fs::remove_file(&to);
-                cost
-            }
-            Work::Check => self.whole(program(side, asked, "check").args(["-q", "-f", self.kind.format()]).arg(&image)),
-        }
-    }
-
-    /// One run through the imago crate, where it has the case.
-    pub fn run_imago(&self, asked: &Asked, folder: &Folder) -> Option<Result<Cost, String>> {
-        // The crate refuses subclusters.
-        let has = matches!(self.work, Work::Scattered | Work::Sequential) && self.kind != Kind::Extended;
-        asked.imago.as_ref().filter(|_| has)?;
-        Some(folder.image(self.kind).and_then(|image| self.bench(Side::Imago, asked, &image)))
-    }
-
-    /// One run by tare with `aio=auto`, where that goes another way: through the page cache.
-    pub fn run_auto(&self, asked: &Asked, folder: &Folder) -> Option<Result<Cost, String>> {
-        let other = matches!(self.work, Work::Scattered | Work::Sequential) && self.cache == "writeback";
-        (other && asked.aio != "auto").then(|| self.bench(Side::Auto, asked, &folder.image(self.kind)?))
-    }
-
-    fn bench(&self, side: Side, asked: &Asked, image: &Path) -> Result<Cost, String> {
-        let step = if self.work == Work::Sequential { self.block } else { far_step(asked.size, self.block) };
-        let program_side = if self.work == Work::Cow { Side::Tare } else { side };
-        let mut command = program(program_side, asked, "bench");
-        if self.work == Work::Cow {
-            command.arg(if side == Side::Qemu { "--cow=explicit" } else { "--cow=zero-aware" });
-        }
-        command.args(["-f", self.kind.format(), "-t", self.cache]);
-        match side {
-            Side::Imago => {}
-            Side::Qemu | Side::Tare if self.work != Work::Cow => {
-                command.args(["-i", &asked.aio]);
-            }
-            _ => {
-                command.args(["-i", "auto"]);
-            }
-        }
-        command.args(["-c", &self.count.to_string(), "-d", &self.depth.to_string()]);
-        command.args(["-s", &self.block.to_string(), "-S", &step.to_string()]);
-        if self.write {
-            command.arg("-w");
-            if side != Side::Imago {
-                command.arg("--pattern=90");
-            }
-        }
-        let ended = measure::run(command.arg(image))?;
-        let seconds = ended
-            .stdout
-            .split("Run completed in ")
-            .nth(1)
-            .and_then(|rest| rest.split(' ').next()?.parse::<f64>().ok())
-            .ok_or_else(|| format!("no time in `{}`", ended.stdout.trim()))?;
-        let count = self.count as f64;
-        Ok(Cost { rate: count / seconds.max(0.001), cpu: ended.cpu.as_secs_f64() * 1e6 / count })
-    }
-
-    /// The cost of a command from start to end, by the MiB.
-    fn whole(&self, command: &mut Command) -> Result<Cost, String> {
-        let ended = measure::run(command)?;
-        let count = self.count as f64;
-        Ok(Cost { rate: count / ended.wall.as_secs_f64(), cpu: ended.cpu.as_secs_f64() * 1e6 / count })
-    }
-}
-
-fn program(side: Side, asked: &Asked, what: &str) -> Command {
-    match side {
-        Side::Qemu => {
-            let mut command = Command::new("qemu-img");
-            command.arg(what);
-            command
-        }
-        Side::Tare | Side::Auto => {
-            let mut command = Command::new(&asked.tare);
-            command.args(["img", what]);
-            command
-        }
-        Side::Imago => Command::new(asked.imago.as_deref().unwrap_or(Path::new("bench-imago"))),
-    }
-}
-
-/// A step near the golden section of the image: an odd number of blocks, so that, the image being a power of two, each
-/// block is met once before any is met twice, and neighbours in time are far apart.
-fn far_step(size: u64, block: u64) -> u64 {
-    let blocks = size / block;
-    ((blocks as f64 * 0.618_033_988_75) as u64 | 1) * block
 }

@@ -6,7 +6,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::Asked;
 use crate::measure;
 
 /// What lies in an image before a run.
@@ -24,10 +23,18 @@ pub enum Kind {
     Overlay,
     /// qcow2 with nothing in it over a compressed one.
     OverCompressed,
+    /// qcow2 with subclusters, all allocated.
+    ExtendedFull,
+    /// qcow2 with all clusters allocated over a full one.
+    OverlayFull,
+    /// qcow2 with all clusters allocated over a compressed one.
+    OverCompressedFull,
     /// qcow2 whose clusters all are zero clusters.
     Zeroed,
     /// Compressed qcow2.
     Compressed,
+    /// A copy of it, to be written to.
+    CompressedCopy,
 }
 
 impl Kind {
@@ -40,8 +47,11 @@ impl Kind {
             Self::Extended => "qcow2 extended_l2",
             Self::Overlay => "qcow2 on backing",
             Self::OverCompressed => "qcow2 on compressed",
+            Self::ExtendedFull => "qcow2 extended_l2 full",
+            Self::OverlayFull => "qcow2 full on backing",
+            Self::OverCompressedFull => "qcow2 full on compressed",
             Self::Zeroed => "qcow2 zero clusters",
-            Self::Compressed => "qcow2 compressed",
+            Self::Compressed | Self::CompressedCopy => "qcow2 compressed",
         }
     }
 
@@ -52,22 +62,30 @@ impl Kind {
 
     /// Whether a run changes what the next one would find.
     pub fn spent_by_writing(self) -> bool {
-        !matches!(self, Self::Raw | Self::Full)
+        !matches!(self, Self::Raw | Self::Compressed) && !self.full()
+    }
+
+    /// Whether all its clusters are there, so that reads and writes go to them in place.
+    pub fn full(self) -> bool {
+        matches!(self, Self::Full | Self::ExtendedFull | Self::OverlayFull | Self::OverCompressedFull)
     }
 }
 
 /// The folder of a run; removed at its end.
 pub struct Folder {
     path: PathBuf,
-    size: u64,
+    /// Bytes of the images.
+    pub size: u64,
 }
 
 impl Folder {
-    /// Makes the folder and the images that others stand on.
-    pub fn new(asked: &Asked) -> Result<Self, String> {
-        let path = asked.dir.join(format!("bench-block-{}", std::process::id()));
+    /// Makes a folder in `dir`, for images of `size` bytes, and the image that the others are made from.
+    pub fn new(dir: &Path, size: u64) -> Result<Self, String> {
+        // Images name each other by these paths, and qemu-nbd wants its socket's from the root on.
+        let dir = dir.canonicalize().map_err(|e| format!("cannot find {}: {e}", dir.display()))?;
+        let path = dir.join(format!("bench-block-{}-{}m", std::process::id(), size >> 20));
         fs::create_dir(&path).map_err(|e| format!("cannot make {}: {e}", path.display()))?;
-        let folder = Self { path, size: asked.size };
+        let folder = Self { path, size };
         folder.fill().map_err(|e| format!("cannot fill {}: {e}", folder.path.display()))?;
         Ok(folder)
     }
@@ -82,13 +100,17 @@ impl Folder {
         let mut file = File::create(self.file("base.raw"))?;
         let mut chunk = vec![0u8; 1 << 20];
         let mut random = 0x9e37_79b9_7f4a_7c15u64;
-        for _ in 0..self.size >> 20 {
-            for (i, word) in chunk.chunks_exact_mut(8).enumerate() {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
-                let value = if i % 16 < 8 { random } else { 0x7461_7265 };
-                word.copy_from_slice(&value.to_le_bytes());
+        for (i, word) in chunk.chunks_exact_mut(8).enumerate() {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let value = if i % 16 < 8 { random } else { 0x7461_7265 };
+            word.copy_from_slice(&value.to_le_bytes());
+        }
+        for number in 0..self.size >> 20 {
+            // No two pages are alike.
+            for (i, page) in chunk.chunks_exact_mut(4096).enumerate() {
+                page[..8].copy_from_slice(&(number << 8 | i as u64).to_le_bytes());
             }
             file.write_all(&chunk)?;
         }
@@ -99,10 +121,22 @@ impl Folder {
     pub fn image(&self, kind: Kind) -> Result<PathBuf, String> {
         let base = self.file("base.raw");
         match kind {
-            Kind::Raw => Ok(base),
+            Kind::Raw => synced(&base),
             Kind::Full => self.once("full.qcow2", &["convert", "-f", "raw", "-O", "qcow2"], &base),
+            Kind::ExtendedFull => {
+                let how = ["convert", "-f", "raw", "-O", "qcow2", "-o", "extended_l2=on"];
+                self.once("extended-full.qcow2", &how, &base)
+            }
+            Kind::OverlayFull => self.once_over("overlay-full.qcow2", Kind::Full, &base),
+            Kind::OverCompressedFull => self.once_over("over-full.qcow2", Kind::Compressed, &base),
             Kind::Compressed => {
                 self.once("compressed.qcow2", &["convert", "-c", "-m", "4", "-W", "-f", "raw", "-O", "qcow2"], &base)
+            }
+            Kind::CompressedCopy => {
+                let path = self.file("compressed-copy.qcow2");
+                let copied = fs::copy(self.image(Kind::Compressed)?, &path);
+                copied.map_err(|e| format!("cannot copy to {}: {e}", path.display()))?;
+                synced(&path)
             }
             Kind::Empty => self.create("empty.qcow2", "lazy_refcounts=off", None),
             Kind::Extended => self.create("extended.qcow2", "extended_l2=on", None),
@@ -130,6 +164,12 @@ impl Folder {
             measure::run(Command::new("qemu-img").args(how).arg(from).arg(&path))?;
         }
         synced(&path)
+    }
+
+    /// All of `from` in an image of its own over one of another kind.
+    fn once_over(&self, name: &str, backing: Kind, from: &Path) -> Result<PathBuf, String> {
+        let backing = self.image(backing)?.display().to_string();
+        self.once(name, &["convert", "-f", "raw", "-O", "qcow2", "-F", "qcow2", "-B", &backing], from)
     }
 
     fn create(&self, name: &str, option: &str, backing: Option<&Path>) -> Result<PathBuf, String> {

@@ -11,10 +11,15 @@ use std::time::{Duration, Instant};
 pub enum Side {
     Qemu = 0,
     Tare = 1,
-    Imago = 2,
     /// tare with its own choice of calls, `aio=auto`.
-    Auto = 3,
+    Auto = 2,
+    Imago = 3,
+    /// `qemu-storage-daemon`, where `Qemu` is `qemu-nbd`.
+    Daemon = 4,
 }
+
+/// How many sides there are.
+pub const SIDES: usize = 5;
 
 /// What one run came to.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,46 +30,66 @@ pub struct Cost {
     pub cpu: f64,
 }
 
-/// Medians over the pairs of a case.
+/// One turn of a case: what each side that has it came to.
+pub type Turn = [Option<Cost>; SIDES];
+
+/// One side over another.
+#[derive(Clone, Debug)]
+pub struct Ratio {
+    /// Median of the turns' ratios of rates.
+    pub rate: f64,
+    /// Median of the ratios of processor time.
+    pub cpu: f64,
+    /// The ratios of rates, sorted.
+    pub all: Vec<f64>,
+}
+
+/// Medians over the turns of a case.
 pub struct Figures {
     pub qemu: Cost,
     pub tare: Cost,
-    /// Median of the pairs' ratios of rates.
-    pub rate_ratio: f64,
-    /// All of them, sorted.
-    pub ratios: Vec<f64>,
-    /// Median of the pairs' ratios of processor time.
-    pub cpu_ratio: f64,
-    /// Median of tare's rate over imago's, and of its processor time over imago's, where it was asked for.
-    pub imago: Option<(f64, f64)>,
-    /// Median of the ratios of tare's rate with `aio=auto` over QEMU's, where that is another way.
-    pub auto: Option<f64>,
+    /// tare over QEMU.
+    pub ratio: Ratio,
+    /// tare with `aio=auto` over QEMU, where that is another way.
+    pub auto: Option<Ratio>,
+    /// tare over imago, and tare with `aio=auto` over imago.
+    pub imago: Option<Ratio>,
+    pub auto_imago: Option<Ratio>,
+    /// tare over `qemu-storage-daemon`.
+    pub daemon: Option<Ratio>,
 }
 
 impl Figures {
-    /// Of (QEMU, tare) pairs, and imago's costs and those of `aio=auto` in the same order.
-    pub fn of(pairs: &[(Cost, Cost)], imago: &[Cost], auto: &[Cost]) -> Self {
-        let beside = |f: fn(&Cost) -> f64| median(pairs.iter().zip(imago).map(|((_, t), i)| f(t) / f(i)).collect());
-        let over = |f: &dyn Fn(&(Cost, Cost)) -> f64| pairs.iter().map(f).collect::<Vec<f64>>();
-        let mut ratios = over(&|(q, t)| t.rate / q.rate);
-        ratios.sort_by(f64::total_cmp);
-        Self {
-            qemu: Cost { rate: median(over(&|(q, _)| q.rate)), cpu: median(over(&|(q, _)| q.cpu)) },
-            tare: Cost { rate: median(over(&|(_, t)| t.rate)), cpu: median(over(&|(_, t)| t.cpu)) },
-            rate_ratio: median(ratios.clone()),
-            ratios,
-            imago: (!imago.is_empty()).then(|| (beside(|c| c.rate), beside(|c| c.cpu))),
-            auto: (!auto.is_empty())
-                .then(|| median(pairs.iter().zip(auto).map(|((q, _), a)| a.rate / q.rate).collect())),
-            cpu_ratio: median(over(&|(q, t)| t.cpu / q.cpu)),
-        }
+    /// `None` where QEMU or tare never ran.
+    pub fn of(turns: &[Turn]) -> Option<Self> {
+        let cost = |side: Side| {
+            let of =
+                |f: fn(&Cost) -> f64| median(turns.iter().filter_map(|t| t[side as usize].as_ref().map(f)).collect());
+            Some(Cost { rate: of(|c| c.rate)?, cpu: of(|c| c.cpu)? })
+        };
+        let over = |a: Side, b: Side| {
+            let pairs: Vec<(Cost, Cost)> = turns.iter().filter_map(|t| t[a as usize].zip(t[b as usize])).collect();
+            let mut all: Vec<f64> = pairs.iter().map(|(a, b)| a.rate / b.rate).collect();
+            all.sort_by(f64::total_cmp);
+            let cpu = median(pairs.iter().map(|(a, b)| a.cpu / b.cpu).collect())?;
+            Some(Ratio { rate: median(all.clone())?, cpu, all })
+        };
+        Some(Self {
+            qemu: cost(Side::Qemu)?,
+            tare: cost(Side::Tare)?,
+            ratio: over(Side::Tare, Side::Qemu)?,
+            auto: over(Side::Auto, Side::Qemu),
+            imago: over(Side::Tare, Side::Imago),
+            auto_imago: over(Side::Auto, Side::Imago),
+            daemon: over(Side::Tare, Side::Daemon),
+        })
     }
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
+fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
+    let (below, above) = (values.get((values.len().max(1) - 1) / 2)?, values.get(values.len() / 2)?);
+    Some((below + above) / 2.0)
 }
 
 /// A program's end.
