@@ -5,6 +5,7 @@
 //! Devices in `pci` and `virtio` hold these traits; `machine` answers them with KVM's irqfds, `testkit` with recorders.
 
 use std::io;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 
 /// A message-signalled interrupt as the guest programs it (PCI 3.0, 6.8.1): an upper and lower address and data.
@@ -27,6 +28,26 @@ pub trait MsiVector: Send + Sync {
 
     /// Sends the message. Called from device threads; does nothing while the vector is unrouted.
     fn notify(&self);
+
+    /// An eventfd whose writing sends the message too, for a device that the host's kernel serves; good while the vector
+    /// lives. `None` where there is no such thing.
+    fn fd(&self) -> Option<RawFd> {
+        None
+    }
+
+    /// Whether what is written to [`MsiVector::fd`] stays there instead of being sent; what stayed is sent when it no longer
+    /// has to. Called like [`MsiVector::route`].
+    ///
+    /// # Errors
+    /// When the host refuses; nothing is sent then.
+    fn hold(&self, _held: bool) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Whether something stays in [`MsiVector::fd`].
+    fn is_pending(&self) -> bool {
+        false
+    }
 }
 
 /// Hands out message vectors; one per device function.

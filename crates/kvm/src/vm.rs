@@ -193,6 +193,14 @@ impl Vm {
         self.fd.register_irqfd(fd, gsi.0).map_err(call("KVM_IRQFD"))
     }
 
+    /// Undoes [`Vm::add_irqfd`]; what was written before has been raised.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`] when it was not there.
+    pub fn remove_irqfd(&self, fd: &EventFd, gsi: Gsi) -> Result<(), KvmError> {
+        self.fd.unregister_irqfd(fd, gsi.0).map_err(call("KVM_IRQFD"))
+    }
+
     /// Replaces the whole interrupt routing table.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use crate::place::Facts;
 use crate::price::{Exits, KINDS};
-use crate::report::{Host, Method, Report, Rows, SubjectInfo};
+use crate::report::{Better, Host, Method, Report, Row, Rows, SubjectInfo};
 use crate::scenario::{Bundle, workloads};
 use crate::schedule::{Ledger, TRIES};
 use crate::subject::Subject;
@@ -56,8 +56,11 @@ pub fn report(asked: Asked, facts: Facts, ledger: &Ledger) -> Report {
             exits.entry((*subject).to_owned()).or_default().insert((*workload).to_owned(), median);
         }
     }
-    let notes = notes(&asked, ledger, !exits.is_empty());
+    let mut notes = notes(&asked, ledger, !exits.is_empty());
+    let results_order = workloads(asked.bundles);
     let native = asked.subjects.iter().find(|subject| subject.is_native()).map_or("native", |s| s.name.as_str());
+    let results = rows.finish(&results_order, native);
+    notes.extend(beside_qemu(&results));
     Report {
         suite: asked.suite.to_owned(),
         method: Method {
@@ -86,10 +89,27 @@ pub fn report(asked: Asked, facts: Facts, ledger: &Ledger) -> Report {
                     .map(|taken| taken.version.clone()),
             })
             .collect(),
-        results: rows.finish(&workloads(asked.bundles), native),
+        results,
         exits,
         notes,
     }
+}
+
+/// A line for each backend of suite `net` that both monitors were measured with: how many times QEMU's rates.
+fn beside_qemu(rows: &[Row]) -> Vec<String> {
+    let line = |backend: &str| {
+        let (ours, theirs) = (format!("tare-{backend}"), format!("qemu-{backend}"));
+        let parts: Vec<String> = rows
+            .iter()
+            .filter(|row| row.better == Better::Higher && row.metric != "events")
+            .filter_map(|row| {
+                let ratio = row.median.get(&ours)? / row.median.get(&theirs)?;
+                Some(format!("{} {ratio:.2}", row.workload))
+            })
+            .collect();
+        (!parts.is_empty()).then(|| format!("{ours} over {theirs}: {}.", parts.join(", ")))
+    };
+    ["user", "tap", "vhost"].into_iter().filter_map(line).collect()
 }
 
 fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
@@ -100,6 +120,8 @@ fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
             "Scale {}: each region of the disk is {0} of the full 512 MiB, and what is written in proportion.",
             asked.scale
         ));
+    } else if scaled && asked.suite.starts_with("net") {
+        notes.push(format!("Scale {}: of the full 2 GiB each way, 20,000 and 4,000 transactions.", asked.scale));
     } else if scaled && asked.suite != "boot" {
         notes.push(format!(
             "Scale {}: times and sizes of the tax suite are {} of the full ones (10 s, 2 GiB, 1 GiB of files, 50,000 locks), \
@@ -148,7 +170,7 @@ fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
 #[allow(clippy::unwrap_used)]
 pub(crate) mod tests {
     use super::*;
-    use crate::report::{Better, Figure};
+    use crate::report::Figure;
     use crate::scenario;
     use crate::schedule::{Failure, Taken, Task};
     use crate::subject::parse_list;

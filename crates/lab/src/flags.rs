@@ -19,7 +19,7 @@ pub struct Flags {
 /// Subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Measure a suite: tax, boot, fileio or all
+    /// Measure a suite: tax, boot, fileio, net or all
     Run(Run),
     /// The lab machine: the host that samples run on where there is no hardware KVM
     #[command(subcommand)]
@@ -36,7 +36,7 @@ pub struct Run {
     /// Suite to run, or one part of it as SUITE/PART; see 'tare-lab list'
     pub suite: String,
     /// Who is measured: names from 'tare-lab list', or NAME=COMMAND TEMPLATE for any other monitor; may be given again
-    /// [default: native,qemu,tare; for fileio every way to have its disk]
+    /// [default: native,qemu,tare; for fileio and net every way to have its disk or wire]
     #[arg(long, value_name = "LIST")]
     pub subjects: Vec<String>,
     /// Shorten times and sizes in proportion, 0 < F <= 1

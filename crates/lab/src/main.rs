@@ -22,6 +22,7 @@ mod schedule;
 mod stats;
 mod subject;
 mod sysbench;
+mod traffic;
 
 use std::path::Path;
 use std::process::ExitCode;

@@ -93,6 +93,8 @@ done
 now
 printf '%%%% end %s %s\n' "$((t - start))" "$end" >>"$report"
 { kill "$watch"; wait "$watch"; } 2>/dev/null
+# What was started beside the subject: servers.
+if [ -n "$LAB_PREPARE" ]; then for job in $(jobs -p); do kill "$job" 2>/dev/null; done; fi
 
 cat "$report"
 if [ -n "$LAB_PROGRAM" ]; then echo "%% version $("$LAB_PROGRAM" --version 2>/dev/null </dev/null | head -n 1)"; fi

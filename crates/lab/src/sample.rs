@@ -37,6 +37,8 @@ pub struct Order {
     pub poll: Duration,
     /// The sample is over after this time on the place's own clock.
     pub limit: Duration,
+    /// Network and mount namespaces of its own, which need a root that is a mount (passt makes itself another).
+    pub apart: bool,
     /// No other virtual machine runs there, so any counters are this one's.
     pub alone: bool,
 }
@@ -71,7 +73,20 @@ impl Order {
         }
         let words: Vec<String> = self.command.iter().map(|word| quote(word)).collect();
         let _ = writeln!(out, "set -- {}", words.join(" "));
-        out + RUNNER
+        out += RUNNER;
+        if self.apart { Self::set_apart(&self.scratch, &out) } else { out }
+    }
+
+    /// `script`, in namespaces of its own and in a root that is a mount.
+    fn set_apart(scratch: &str, script: &str) -> String {
+        const ENTER: &str = "mkdir -p \"$0/top\" && mount --rbind / \"$0/top\" && cd \"$0/top\" && mount --move . / && \
+            exec chroot . bash \"$0/sample\"; exec bash \"$0/sample\"";
+        let scratch = quote(scratch);
+        format!(
+            "mkdir -p {scratch} && cat >{scratch}/sample <<'LAB_SAMPLE_ENDS'\nmount -t sysfs sysfs /sys\n{script}\nLAB_SAMPLE_ENDS\n\
+             exec unshare --net --mount bash -c {} {scratch}\n",
+            quote(ENTER)
+        )
     }
 }
 
@@ -244,6 +259,7 @@ pub(crate) mod tests {
             guest_mib: 0,
             poll: Duration::from_millis(2),
             limit: Duration::from_secs(20),
+            apart: false,
             alone: false,
         }
     }
@@ -274,6 +290,21 @@ pub(crate) mod tests {
         let text = sample.console;
         let read: Vec<u8> = text.split_whitespace().map(|word| word.parse().unwrap()).collect();
         assert_eq!(read, bytes);
+    }
+
+    #[test]
+    fn a_sample_set_apart_sees_another_network() {
+        let can = Command::new("unshare").args(["--net", "--mount", "true"]).stderr(Stdio::null()).status();
+        if !can.is_ok_and(|status| status.success()) {
+            println!("skipped: no namespaces for this user");
+            return;
+        }
+        let mut apart = order("echo @@lab end net; readlink /proc/self/ns/net; echo @@lab out net", "apart");
+        apart.apart = true;
+        let inside = run_here(&apart).section("net").map(str::trim).unwrap_or_default().to_owned();
+        let outside = std::fs::read_link("/proc/self/ns/net").unwrap();
+        assert!(inside.starts_with("net:[") && inside != outside.to_str().unwrap(), "{inside} and {outside:?}");
+        assert!(!std::path::Path::new(&apart.scratch).exists(), "the scratch directory is removed");
     }
 
     #[test]

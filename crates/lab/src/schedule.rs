@@ -16,7 +16,7 @@ use crate::place::Place;
 use crate::price::Exits;
 use crate::report::Figure;
 use crate::sample::{Order, Sample};
-use crate::scenario::{Bundle, fileio, init};
+use crate::scenario::{Bundle, fileio, init, net};
 use crate::subject::{Console, Subject};
 
 /// Tries of one sample before it counts as missing.
@@ -231,9 +231,20 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
             values.insert("qcow2", format!("{scratch}/{}", fileio::QCOW2));
             values.insert("raw", format!("{scratch}/{}", fileio::RAW));
         }
+        if bundle.net {
+            values.insert("mac", net::MAC.to_owned());
+            values.insert("tap", net::TAP.to_owned());
+            values.insert("passt", format!("{scratch}/{}", net::PASST));
+        }
         subject.command(&values)?
     };
-    let prepare = bundle.disk.map(|disk| disk.prepare(&scratch, subject.wants("qcow2"))).unwrap_or_default();
+    let mut prepare = bundle.disk.map(|disk| disk.prepare(&scratch, subject.wants("qcow2"))).unwrap_or_default();
+    if bundle.net {
+        let agent = paths.watch.split(' ').next().unwrap_or_default();
+        let disk = if copy { &private } else { &paths.disk };
+        let (tap, passt) = (subject.wants("tap"), subject.wants("passt"));
+        prepare = net::Wire { scratch: &scratch, agent, disk, tap, passt }.prepare();
+    }
     let program = match subject.program() {
         Some("{tare}") => paths.tare.clone(),
         program => program.unwrap_or_default().to_owned(),
@@ -243,12 +254,13 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         program,
         scratch,
         file,
-        copy: copy.then(|| (paths.disk.clone(), private)),
+        copy: copy.then(|| (paths.disk.clone(), private.clone())),
         prepare,
         watch: paths.watch.clone(),
         guest_mib: if subject.is_native() { 0 } else { bundle.memory_mib },
         poll: Duration::from_millis(bundle.poll_millis()),
         limit: Duration::from_secs(bundle.limit_seconds),
+        apart: bundle.net,
         alone: place.facts().alone,
     })
 }

@@ -16,6 +16,9 @@ pub const VARIABLES: &[(&str, &str)] = &[
     ("disk", "path of the guest's root disk, a raw image; unset when a workload needs none"),
     ("qcow2", "path of the second disk of suite fileio, a fresh qcow2 image on a backing file; unset elsewhere"),
     ("raw", "path of a raw file that holds the same, made instead for templates that name it"),
+    ("mac", "address of the NIC of suite net; unset elsewhere"),
+    ("tap", "name of a tap with a virtio header, made for templates that name it; unset elsewhere"),
+    ("passt", "path of the socket of a passt, started for templates that name it; unset elsewhere"),
     ("cmdline", "the whole kernel command line, one word"),
     ("cmdline_json", "the same, escaped for the inside of a JSON string"),
     ("memory_mib", "guest memory in MiB"),
@@ -59,6 +62,40 @@ macro_rules! qemu_with {
     };
 }
 
+/// tare's template with the NIC of suite `net`; elsewhere it is the one without.
+macro_rules! tare_net {
+    ($net:literal) => {
+        concat!(
+            "{tare} run --kernel {kernel} [--initrd {initrd}] --cmdline {cmdline} --cpus {cpus} --memory {memory_mib}M ",
+            "[--disk path={disk},cache=writeback] [--net ",
+            $net,
+            ",mac={mac}] --console {console} --no-rng"
+        )
+    };
+}
+
+/// The same of QEMU's.
+macro_rules! qemu_net {
+    ($backend:literal, $device:literal) => {
+        concat!(
+            "qemu-system-x86_64 -M pc -nodefaults -no-user-config -display none -enable-kvm -cpu host -smp {cpus} ",
+            "-m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} ",
+            "[-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] ",
+            "[-netdev ",
+            $backend,
+            ",id=net -device virtio-net-pci,netdev=net,mac={mac}",
+            $device,
+            "] -serial stdio -no-reboot"
+        )
+    };
+}
+
+const TARE_USER: &str = tare_net!("user,mtu=65520");
+const TARE_TAP: &str = tare_net!("tap,tap={tap}");
+const TARE_VHOST: &str = tare_net!("tap,tap={tap},vhost=on");
+const QEMU_USER: &str = qemu_net!("stream,server=off,addr.type=unix,addr.path={passt}", ",host_mtu=65520");
+const QEMU_TAP: &str = qemu_net!("tap,ifname={tap},script=no,downscript=no", "");
+const QEMU_VHOST: &str = qemu_net!("tap,ifname={tap},script=no,downscript=no,vhost=on", "");
 const TARE_RAW: &str = tare_with!("{raw}");
 const TARE_EXPLICIT: &str = tare_with!("{qcow2},format=qcow2,cow=explicit");
 const TARE_UNALLOCATED: &str = tare_with!("{qcow2},format=qcow2,cow=unallocated");
@@ -91,6 +128,12 @@ pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("tare-zero-aware", "the same, but where the disk reads as zeroes (cow=zero-aware, the default)", TARE_ZERO_AWARE),
     ("qemu-raw", "QEMU with the second disk of suite fileio as a raw file", QEMU_RAW),
     ("qemu-qcow2", "QEMU with it as qcow2", QEMU_QCOW2),
+    ("tare-user", "tare with the NIC of suite net on passt", TARE_USER),
+    ("tare-tap", "tare with it on a tap", TARE_TAP),
+    ("tare-vhost", "tare with it on a tap that vhost-net serves", TARE_VHOST),
+    ("qemu-user", "QEMU with the NIC of suite net on passt", QEMU_USER),
+    ("qemu-tap", "QEMU with it on a tap", QEMU_TAP),
+    ("qemu-vhost", "QEMU with it on a tap that vhost-net serves", QEMU_VHOST),
     ("firecracker", "Firecracker, when its binary is there (boot only: no root disk in its template)", FIRECRACKER),
 ];
 

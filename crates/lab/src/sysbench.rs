@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads what sysbench 1.0 prints. Each test has its own headline; latency figures are common to all. What fio prints, the
-//! other tool of the suites, is read in `fio`.
+//! Reads what sysbench 1.0 prints. Each test has its own headline; latency figures are common to all. What fio prints is
+//! read in `fio`, and what the network's tools print in `traffic`.
 //!
 //! Nothing here judges: a figure that is not in the text is an error, because a sample without its figure has failed.
 
@@ -25,12 +25,19 @@ pub enum Test {
     Threads,
     /// One job of fio.
     Fio,
+    /// One stream of iperf3.
+    Iperf,
+    /// Transactions of the agent.
+    Transact,
 }
 
 /// The figures of one test's output, the headline first.
 pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
-    if test == Test::Fio {
-        return crate::fio::figures(text);
+    match test {
+        Test::Fio => return crate::fio::figures(text),
+        Test::Iperf => return crate::traffic::stream(text),
+        Test::Transact => return crate::traffic::transactions(text),
+        _ => {}
     }
     if let Some(line) = text.lines().find(|line| line.starts_with("FATAL:")) {
         bail!("sysbench failed: {line}");
@@ -63,7 +70,7 @@ pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
             let (read, written) = (text.after("read, MiB/s:")?, text.after("written, MiB/s:")?);
             out.push(Figure::new("read and written", "MiB/s", Better::Higher, read + written));
         }
-        Test::Fio => {}
+        Test::Fio | Test::Iperf | Test::Transact => {}
         Test::Mutex => out.push(Figure::new("total time", "s", Better::Lower, text.after("total time:")?)),
         Test::Threads => {
             let (events, seconds) = (text.after("total number of events:")?, text.after("total time:")?);

@@ -287,6 +287,20 @@ impl fmt::Display for Ledger {
                 d.name, d.requests, d.bytes_read, d.bytes_written, d.kicks, d.interrupts
             )?;
         }
+        // A packet is what a NIC's request is; all exits of the machine are counted, whatever they were for.
+        let exits: u64 = self.vcpus.iter().filter_map(|v| v.kvm.get("exits")).sum();
+        for d in self.devices.iter().filter(|d| d.name.starts_with("net") && d.requests > 0) {
+            let each = |count: u64| count as f64 / d.requests as f64;
+            writeln!(
+                f,
+                "{}: {:.0} bytes, {:.3} kicks, {:.3} interrupts and {:.2} of the machine's exits a packet",
+                d.name,
+                each(d.bytes_read + d.bytes_written),
+                each(d.kicks),
+                each(d.interrupts),
+                each(exits)
+            )?;
+        }
         for d in self.devices.iter().filter(|d| d.throttled > 0) {
             writeln!(f, "{} waited {} times for its rate limits, {:.1} ms", d.name, d.throttled, ms(d.throttled_ns))?;
         }

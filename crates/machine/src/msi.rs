@@ -4,6 +4,7 @@
 //! Routes change on vCPU threads (the guest programs MSI-X), under one lock; sending is one eventfd write and takes none.
 
 use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gsi};
@@ -30,6 +31,8 @@ struct Vector {
     gsi: Gsi,
     index: usize,
     irqfd: EventFd,
+    /// The irqfd is not KVM's at the moment: what is written to it stays.
+    held: Mutex<bool>,
     shared: Arc<Shared>,
 }
 
@@ -53,7 +56,7 @@ impl MsiSink for KvmMsi {
             let gsi = Gsi(FIRST_MSI_GSI + index as u32);
             let irqfd = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
             self.shared.vm.add_irqfd(&irqfd, gsi).map_err(io::Error::other)?;
-            out.push(Arc::new(Vector { gsi, index, irqfd, shared: self.shared.clone() }));
+            out.push(Arc::new(Vector { gsi, index, irqfd, held: Mutex::new(false), shared: self.shared.clone() }));
         }
         Ok(out)
     }
@@ -78,6 +81,32 @@ impl MsiVector for Vector {
     fn notify(&self) {
         // Only a counter at its limit refuses, and then the interrupt is pending anyway.
         let _ = self.irqfd.write(1);
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        Some(self.irqfd.as_raw_fd())
+    }
+
+    fn hold(&self, held: bool) -> io::Result<()> {
+        let mut now = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if *now == held {
+            return Ok(());
+        }
+        // The lock is held across the ioctl so that flag and KVM agree.
+        if held {
+            // What the counter has was sent when it came: only what comes from here on is held.
+            let _ = self.irqfd.read();
+            self.shared.vm.remove_irqfd(&self.irqfd, self.gsi).map_err(io::Error::other)?;
+        } else {
+            // KVM looks at the counter first, and sends what was held.
+            self.shared.vm.add_irqfd(&self.irqfd, self.gsi).map_err(io::Error::other)?;
+        }
+        *now = held;
+        Ok(())
+    }
+
+    fn is_pending(&self) -> bool {
+        base::fd::is_readable(&self.irqfd)
     }
 }
 

@@ -164,7 +164,8 @@ impl Registry {
                 bytes_written: c.sent_bytes,
                 kicks: c.kicks,
                 interrupts: c.interrupts,
-                ..DeviceLedger::default()
+                throttled: c.throttled,
+                throttled_ns: c.throttled_ns,
             }
         });
         disks.chain(nets).chain(small).collect()

@@ -4,8 +4,10 @@
 //!
 //! The table belongs to a function and is touched under that function's lock on vCPU threads. Lines are shared: a device
 //! thread looks at one atomic and writes one eventfd. Masking costs no routing change: the line remembers what came
-//! while it was masked and the vector is routed again only when its message changed.
+//! while it was masked and the vector is routed again only when its message changed. A line whose eventfd went to the
+//! host's kernel can't ask it to look: its vector holds what the kernel writes while the line is masked.
 
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
@@ -33,6 +35,8 @@ const LIVE: u8 = 2;
 pub struct MsixLine {
     state: AtomicU8,
     pending: AtomicBool,
+    /// Somebody writes to the vector's eventfd without a look at `state`.
+    lent: AtomicBool,
     vector: Arc<dyn MsiVector>,
 }
 
@@ -52,6 +56,27 @@ impl MsixLine {
             _ => return false,
         }
         true
+    }
+
+    /// The vector's eventfd, to be written by the host's kernel: masks and pending bits hold for what it writes. `None` while
+    /// MSI-X is off, or where there is none. Called under the function's lock.
+    pub fn lend(&self) -> Option<RawFd> {
+        let state = self.state.load(Ordering::SeqCst);
+        let fd = self.vector.fd().filter(|_| state != OFF)?;
+        if !self.lent.swap(true, Ordering::SeqCst) && state == HELD {
+            self.vector.hold(true).ok()?;
+        }
+        Some(fd)
+    }
+
+    fn is_pending(&self) -> bool {
+        let held = self.lent.load(Ordering::SeqCst) && self.state.load(Ordering::SeqCst) == HELD;
+        self.pending.load(Ordering::SeqCst) || held && self.vector.is_pending()
+    }
+
+    /// Lets a lent eventfd's writes through, or not.
+    fn hold(&self, held: bool) -> bool {
+        !self.lent.load(Ordering::SeqCst) || self.vector.hold(held).is_ok()
     }
 }
 
@@ -88,7 +113,12 @@ impl Msix {
         let lines: Arc<[MsixLine]> = vectors
             .into_iter()
             .take(2048)
-            .map(|vector| MsixLine { state: AtomicU8::new(OFF), pending: AtomicBool::new(false), vector })
+            .map(|vector| MsixLine {
+                state: AtomicU8::new(OFF),
+                pending: AtomicBool::new(false),
+                lent: AtomicBool::new(false),
+                vector,
+            })
             .collect();
         let mut msix = Self { entries: vec![Entry::default(); lines.len()], lines, control: 0 };
         msix.clear();
@@ -184,7 +214,7 @@ impl Msix {
                 .skip(first)
                 .take(8)
                 .enumerate()
-                .fold(0, |bits, (bit, line)| bits | u8::from(line.pending.load(Ordering::SeqCst)) << bit);
+                .fold(0, |bits, (bit, line)| bits | u8::from(line.is_pending()) << bit);
         }
     }
 
@@ -194,10 +224,12 @@ impl Msix {
         if self.control & ENABLE == 0 {
             line.state.store(OFF, Ordering::SeqCst);
             line.pending.store(false, Ordering::SeqCst);
+            line.hold(true);
             return;
         }
         if self.control & FUNCTION_MASK != 0 || entry.masked() {
             line.state.store(HELD, Ordering::SeqCst);
+            line.hold(true);
             return;
         }
         let message = entry.message();
@@ -208,6 +240,10 @@ impl Msix {
                 return;
             }
             entry.routed = Some(message);
+        }
+        if !line.hold(false) {
+            line.state.store(HELD, Ordering::SeqCst);
+            return;
         }
         line.state.store(LIVE, Ordering::SeqCst);
         if line.pending.swap(false, Ordering::SeqCst) {
@@ -239,7 +275,7 @@ mod tests {
     use super::*;
 
     #[derive(Default)]
-    struct Recorder(Mutex<(Vec<Option<MsiMessage>>, usize)>);
+    struct Recorder(Mutex<(Vec<Option<MsiMessage>>, usize)>, Mutex<(bool, usize)>);
 
     impl MsiVector for Recorder {
         fn route(&self, message: Option<MsiMessage>) -> io::Result<()> {
@@ -248,6 +284,30 @@ mod tests {
         }
         fn notify(&self) {
             self.0.lock().unwrap().1 += 1;
+        }
+        fn fd(&self) -> Option<RawFd> {
+            Some(7)
+        }
+        fn hold(&self, held: bool) -> io::Result<()> {
+            let mut lent = self.1.lock().unwrap();
+            lent.0 = held;
+            if !held {
+                self.0.lock().unwrap().1 += std::mem::take(&mut lent.1);
+            }
+            Ok(())
+        }
+        fn is_pending(&self) -> bool {
+            self.1.lock().unwrap().1 > 0
+        }
+    }
+
+    /// The host's kernel writes to a lent eventfd.
+    fn kernel_writes(r: &Recorder) {
+        let mut lent = r.1.lock().unwrap();
+        if lent.0 {
+            lent.1 += 1;
+        } else {
+            r.0.lock().unwrap().1 += 1;
         }
     }
 
@@ -307,6 +367,34 @@ mod tests {
         m.reset();
         assert_eq!(r[0].0.lock().unwrap().0.last(), Some(&None));
         assert!(!m.lines()[0].notify());
+    }
+
+    #[test]
+    fn a_lent_line_holds_what_the_kernel_writes_while_it_is_masked() {
+        let (mut m, r) = table(1);
+        let lines = m.lines();
+        assert_eq!(lines[0].lend(), None, "off");
+        m.set_control(ENABLE);
+        assert_eq!(lines[0].lend(), Some(7));
+        kernel_writes(&r[0]);
+        let mut pba = [0u8; 8];
+        m.read_pending(0, &mut pba);
+        assert_eq!((pba[0], sent(&r[0])), (1, 0), "masked since power-on");
+        program(&mut m, 0, 1, false);
+        assert_eq!(sent(&r[0]), 1);
+        kernel_writes(&r[0]);
+        assert_eq!(sent(&r[0]), 2, "live: nobody is asked");
+        m.set_control(ENABLE | FUNCTION_MASK);
+        kernel_writes(&r[0]);
+        lines[0].notify();
+        assert_eq!(sent(&r[0]), 2);
+        m.set_control(ENABLE);
+        assert_eq!(sent(&r[0]), 4, "the kernel's and the device's own");
+        m.read_pending(0, &mut pba);
+        assert_eq!(pba[0], 0);
+        m.set_control(0);
+        kernel_writes(&r[0]);
+        assert_eq!((sent(&r[0]), lines[0].lend()), (4, None));
     }
 
     #[test]

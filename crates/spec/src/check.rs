@@ -179,27 +179,30 @@ impl Disk {
 
 impl Throttle {
     fn check(&self) -> Result<(), SpecError> {
-        let limits = [
-            ("disk.bps", self.bps, "disk.bps-burst", self.bps_burst, MIN_BPS),
-            ("disk.iops", self.iops, "disk.iops-burst", self.iops_burst, 1),
-        ];
-        for (place, rate, burst_place, burst, least) in limits {
-            match (rate, burst) {
-                (Some(rate), _) if rate < least => {
-                    let hint = format!("ask for at least {least}, or leave it out for no limit");
-                    return Err(out_of_range(place, format!("{rate} a second is too little"), hint));
-                }
-                (None, Some(_)) => {
-                    let hint = format!("say {} too", place.trim_start_matches("disk."));
-                    return Err(out_of_range(burst_place, "a burst needs a rate", hint));
-                }
-                (_, Some(0)) => {
-                    return Err(out_of_range(burst_place, "a burst of 0 lets nothing pass", "ask for more"));
-                }
-                _ => {}
-            }
+        rate("disk.bps", self.bps, "disk.bps-burst", self.bps_burst, MIN_BPS)?;
+        rate("disk.iops", self.iops, "disk.iops-burst", self.iops_burst, 1)
+    }
+}
+
+/// Checks a rate limit and its burst; `least` is the smallest rate that is of any use.
+pub(crate) fn rate(
+    place: &'static str,
+    rate: Option<u64>,
+    burst_place: &'static str,
+    burst: Option<u64>,
+    least: u64,
+) -> Result<(), SpecError> {
+    match (rate, burst) {
+        (Some(rate), _) if rate < least => {
+            let hint = format!("ask for at least {least}, or leave it out for no limit");
+            Err(out_of_range(place, format!("{rate} a second is too little"), hint))
         }
-        Ok(())
+        (None, Some(_)) => {
+            let hint = format!("say {} too", place.rsplit('.').next().unwrap_or(place));
+            Err(out_of_range(burst_place, "a burst needs a rate", hint))
+        }
+        (_, Some(0)) => Err(out_of_range(burst_place, "a burst of 0 lets nothing pass", "ask for more")),
+        _ => Ok(()),
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One network device: `--net user`, `--net kind=tap,tap=tap0,mac=52:54:00:00:00:01`, `[[net]]` in `vm.toml`.
+//! One network device: `--net user`, `--net kind=tap,tap=tap0,vhost=on,mac=52:54:00:00:00:01`, `[[net]]` in `vm.toml`.
 //!
 //! Filled by the command line, read by `machine`; its text form, its words and its check stand here together.
 
@@ -9,11 +9,14 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::SpecError;
-use crate::check::out_of_range;
-use crate::parse::{FromText, Group, Word};
+use crate::check::{MIN_BPS, out_of_range, rate};
+use crate::parse::{FromText, Group, Word, parse_number, parse_on_off, parse_size};
+use crate::text::{maybe_size, on_off};
 
 /// Most network devices.
 pub const MAX_NETS: usize = 8;
+/// Most pairs of queues of one device.
+const MAX_QUEUES: u16 = 16;
 /// Longest name of an interface in bytes.
 const MAX_NAME: usize = 15;
 /// The smallest MTU that IPv4 may have, and the largest that a frame can carry.
@@ -21,7 +24,7 @@ const MTU: std::ops::RangeInclusive<u16> = 68..=65520;
 
 /// One virtio network device.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
 pub struct Net {
     /// What is at the host's end.
     pub kind: NetKind,
@@ -29,11 +32,32 @@ pub struct Net {
     pub tap: Option<String>,
     /// A descriptor that tare inherits instead: a tap, or for `kind = user` a stream socket to passt.
     pub fd: Option<u32>,
+    /// The host's kernel moves the packets of a tap (vhost-net), instead of a thread of tare.
+    #[serde(deserialize_with = "on_off")]
+    pub vhost: bool,
+    /// A descriptor of `/dev/vhost-net` that tare inherits; says `vhost` too.
+    pub vhostfd: Option<u32>,
+    /// Pairs of queues that the guest may use, one by default; only a tap has several.
+    pub queues: Option<u16>,
     /// The guest's address; tare draws one where it is not said.
     pub mac: Option<Mac>,
     /// Largest packet without its Ethernet header, shown to the guest.
     pub mtu: Option<u16>,
+    /// Bytes a second, each way, over all queues; `None` is no limit.
+    #[serde(deserialize_with = "maybe_size")]
+    pub bps: Option<u64>,
+    /// Bytes that may go at once after a pause; `None` is a tenth of `bps`.
+    #[serde(deserialize_with = "maybe_size")]
+    pub bps_burst: Option<u64>,
+    /// Packets a second, each way, over all queues; `None` is no limit.
+    pub pps: Option<u64>,
+    /// Packets that may go at once after a pause; `None` is a tenth of `pps`.
+    pub pps_burst: Option<u64>,
 }
+
+/// The keys of the text form.
+const KEYS: [&str; 12] =
+    ["kind", "tap", "fd", "vhost", "vhostfd", "queues", "mac", "mtu", "bps", "bps-burst", "pps", "pps-burst"];
 
 /// What is at the host's end of a NIC.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,26 +131,27 @@ impl<'de> Deserialize<'de> for Mac {
     }
 }
 
-/// Reads a whole number.
-fn number<T: FromStr>(place: &str, text: &str) -> Result<T, SpecError> {
-    text.parse().map_err(|_| SpecError::NotA {
-        place: place.to_owned(),
-        value: text.to_owned(),
-        want: "a number that fits",
-        hint: "write a whole number".to_owned(),
-    })
-}
-
 impl FromText for Net {
-    /// `user`, `tap,tap=tap0` or `kind=tap,fd=5,mac=52:54:00:12:34:56,mtu=9000`.
+    /// `user`, `tap,tap=tap0,vhost=on,queues=2` or `kind=tap,fd=5,mac=52:54:00:12:34:56,mtu=9000,bps=10M`. A tap that is
+    /// named says `kind=tap` by itself.
     fn from_text(text: &str) -> Result<Self, SpecError> {
-        let group = Group::parse("net", text, "kind", &["kind", "tap", "fd", "mac", "mtu"])?;
+        let group = Group::parse("net", text, "kind", &KEYS)?;
+        let tap = group.read("tap", |_, v| Ok(v.to_owned()))?;
+        let vhostfd = group.read("vhostfd", parse_number)?;
+        let implied = if tap.is_some() { NetKind::Tap } else { NetKind::default() };
         Ok(Self {
-            kind: group.read("kind", NetKind::from_word)?.unwrap_or_default(),
-            tap: group.read("tap", |_, v| Ok(v.to_owned()))?,
-            fd: group.read("fd", number)?,
+            kind: group.read("kind", NetKind::from_word)?.unwrap_or(implied),
+            tap,
+            fd: group.read("fd", parse_number)?,
+            vhost: group.read("vhost", parse_on_off)?.unwrap_or(vhostfd.is_some()),
+            vhostfd,
+            queues: group.read("queues", parse_number)?,
             mac: group.read("mac", Mac::parse)?,
-            mtu: group.read("mtu", number)?,
+            mtu: group.read("mtu", parse_number)?,
+            bps: group.read("bps", parse_size)?,
+            bps_burst: group.read("bps-burst", parse_size)?,
+            pps: group.read("pps", parse_number)?,
+            pps_burst: group.read("pps-burst", parse_number)?,
         })
     }
 }
@@ -156,6 +181,7 @@ impl Net {
                 return Err(out_of_range("net.tap", what, format!("use at most {MAX_NAME} plain characters")));
             }
         }
+        self.check_service()?;
         match self.mtu {
             Some(mtu) if !MTU.contains(&mtu) => {
                 let hint = format!("ask for {} to {}", MTU.start(), MTU.end());
@@ -163,6 +189,36 @@ impl Net {
             }
             _ => Ok(()),
         }
+    }
+}
+
+impl Net {
+    /// Who moves the packets, through how many queues and how fast.
+    fn check_service(&self) -> Result<(), SpecError> {
+        rate("net.bps", self.bps, "net.bps-burst", self.bps_burst, MIN_BPS)?;
+        rate("net.pps", self.pps, "net.pps-burst", self.pps_burst, 1)?;
+        let limited = self.bps.is_some() || self.pps.is_some();
+        let (queues, wanted) = (self.queues.unwrap_or(1), self.vhost || self.vhostfd.is_some());
+        if queues == 0 || queues > MAX_QUEUES {
+            let what = format!("{queues} pairs of queues can't be had");
+            return Err(out_of_range("net.queues", what, format!("ask for 1 to {MAX_QUEUES}")));
+        }
+        if queues > 1 && (self.kind == NetKind::User || self.fd.is_some() || self.vhostfd.is_some()) {
+            let what = "only a tap that is named has several pairs of queues";
+            return Err(out_of_range("net.queues", what, "say tap=NAME, or take queues out"));
+        }
+        if wanted && self.kind == NetKind::User {
+            let hint = "say kind=tap, or take it out";
+            return Err(out_of_range("net.vhost", "the host's kernel has no part in kind=user", hint));
+        }
+        if self.vhostfd.is_some() && !self.vhost {
+            return Err(out_of_range("net.vhostfd", "vhost is off", "say vhost=on, or take it out"));
+        }
+        if wanted && limited {
+            let what = "the host's kernel knows no rate limits";
+            return Err(out_of_range("net.vhost", what, "use tc on the tap, or take vhost out"));
+        }
+        Ok(())
     }
 }
 
@@ -227,7 +283,7 @@ mod tests {
     fn says_what_where_and_what_to_do() {
         assert_eq!(says("bridge"), "`bridge` is not a kind of network: net.kind; use user or tap");
         assert_eq!(says("tap"), "no tap is named: net.tap; add tap=NAME, or fd=N for one that is open");
-        assert_eq!(says("user,tap=t"), "a tap is named, but kind is user: net.tap; say kind=tap, or take it out");
+        assert_eq!(says("kind=user,tap=t"), "a tap is named, but kind is user: net.tap; say kind=tap, or take it out");
         assert_eq!(says("tap,tap=t,fd=3"), "both a tap and a descriptor are named: net.fd; keep one of them");
         assert_eq!(
             says("tap,tap=../x"),
@@ -243,7 +299,39 @@ mod tests {
         {
             assert!(says(&format!("user,mac={mac}")).contains("is not a MAC address of one station: net.mac"), "{mac}");
         }
-        assert_eq!(says("user,speed=1"), "unknown key `speed`: net; the keys are kind, tap, fd, mac, mtu");
+        assert_eq!(says("user,speed=1"), format!("unknown key `speed`: net; the keys are {}", KEYS.join(", ")));
+    }
+
+    #[test]
+    fn who_moves_the_packets() {
+        let net = Net::from_text("tap=t0,vhost=on,queues=4").unwrap();
+        assert_eq!((net.kind, net.vhost, net.queues, net.vhostfd), (NetKind::Tap, true, Some(4), None));
+        assert_eq!(check(std::slice::from_ref(&net)), Ok(()));
+        let table = serde_json::json!({"kind": "tap", "tap": "t0", "vhost": "on", "queues": 4});
+        assert_eq!(serde_json::from_value::<Net>(table).unwrap(), net);
+        let passed = Net::from_text("tap,fd=5,vhostfd=6").unwrap();
+        assert_eq!((passed.vhost, passed.vhostfd), (true, Some(6)));
+        assert_eq!(check(&[passed]), Ok(()));
+        let limited = Net::from_text("user,bps=10M,pps=1000,pps-burst=5").unwrap();
+        assert_eq!((limited.bps, limited.pps, limited.pps_burst), (Some(10 << 20), Some(1000), Some(5)));
+        assert_eq!(check(&[limited]), Ok(()));
+        for (text, line) in [
+            ("user,vhost=on", "the host's kernel has no part in kind=user: net.vhost; say kind=tap, or take it out"),
+            ("tap=t,vhost=off,vhostfd=6", "vhost is off: net.vhostfd; say vhost=on, or take it out"),
+            (
+                "tap=t,vhost=on,bps=1M",
+                "the host's kernel knows no rate limits: net.vhost; use tc on the tap, or take vhost out",
+            ),
+            ("tap=t,queues=0", "0 pairs of queues can't be had: net.queues; ask for 1 to 16"),
+            ("tap=t,queues=17", "17 pairs of queues can't be had: net.queues; ask for 1 to 16"),
+            (
+                "tap,fd=5,queues=2",
+                "only a tap that is named has several pairs of queues: net.queues; say tap=NAME, or take queues out",
+            ),
+            ("user,pps-burst=5", "a burst needs a rate: net.pps-burst; say pps too"),
+        ] {
+            assert_eq!(says(text), line);
+        }
     }
 
     #[test]

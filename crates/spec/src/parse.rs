@@ -280,7 +280,7 @@ fn parse_count(place: &str, text: &str) -> Result<u8, SpecError> {
 }
 
 /// Reads a whole number that `T` can hold.
-fn parse_number<T: TryFrom<u64>>(place: &str, text: &str) -> Result<T, SpecError> {
+pub(crate) fn parse_number<T: TryFrom<u64>>(place: &str, text: &str) -> Result<T, SpecError> {
     let number = text.parse::<u64>().ok().and_then(|n| T::try_from(n).ok());
     number.ok_or_else(|| SpecError::NotA {
         place: place.to_owned(),

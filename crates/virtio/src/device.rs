@@ -6,6 +6,7 @@
 //! take no lock and may be used from any thread.
 
 use std::io;
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -89,6 +90,11 @@ pub trait Interrupt: Send + Sync {
     fn queue(&self, index: u16);
     /// Tells the driver that configuration or status changed.
     fn config(&self);
+    /// An eventfd by which the host's kernel tells the driver what [`Interrupt::queue`] does, good while the face lives.
+    /// Called under the function's lock. `None`: only the face itself can.
+    fn queue_fd(&self, _index: u16) -> Option<RawFd> {
+        None
+    }
 }
 
 /// The interrupt of one queue.
@@ -108,6 +114,12 @@ impl QueueIrq {
     /// Tells the driver that there are used buffers; ask [`Queue::needs_notification`] first.
     pub fn notify(&self) {
         self.face.queue(self.index);
+    }
+
+    /// See [`Interrupt::queue_fd`]; good while this value lives.
+    #[must_use]
+    pub fn fd(&self) -> Option<RawFd> {
+        self.face.queue_fd(self.index)
     }
 }
 

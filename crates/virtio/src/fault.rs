@@ -59,6 +59,8 @@ pub enum GuestFault {
     BlkFlags,
     /// A packet to send, or a command, without a whole header, or a command without room for its answer (5.1.6).
     NetLayout,
+    /// The host's kernel, which serves the queue, met one of the faults of queues and chains and does not say which.
+    KernelRefused,
 }
 
 /// What the guest gets for a fault.
@@ -99,7 +101,8 @@ impl GuestFault {
             | Self::IndirectTable
             | Self::RingAddress
             | Self::BlkLayout
-            | Self::NetLayout => Answer::NeedsReset,
+            | Self::NetLayout
+            | Self::KernelRefused => Answer::NeedsReset,
             Self::Features | Self::StatusOrder | Self::QueueSize | Self::LateSetting => Answer::Ignore,
             Self::NoRoom => Answer::GiveBack,
             Self::BlkRange | Self::BlkReadOnly => Answer::Status(BLK_IOERR),
@@ -136,6 +139,7 @@ impl GuestFault {
             Self::BlkReadOnly => "write to a read-only disk",
             Self::BlkFlags => "discard or write-zeroes with undefined flags",
             Self::NetLayout => "packet or command without a whole header",
+            Self::KernelRefused => "the host's kernel refused a ring or a chain",
         }
     }
 }

@@ -13,6 +13,7 @@ pub mod net;
 pub mod queue;
 pub mod rng;
 pub mod stats;
+pub mod throttle;
 pub mod transport;
 
 pub use console::{Console, ConsolePort};

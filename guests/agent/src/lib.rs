@@ -7,6 +7,7 @@
 
 pub mod mailbox;
 pub mod session;
+pub mod transact;
 pub mod watch;
 pub mod wire;
 
@@ -16,6 +17,7 @@ pub const FINGERPRINT: u64 = fingerprint(&[
     include_bytes!("main.rs"),
     include_bytes!("mailbox.rs"),
     include_bytes!("session.rs"),
+    include_bytes!("transact.rs"),
     include_bytes!("watch.rs"),
     include_bytes!("wire.rs"),
 ]);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `tare-agent`: runs inside the lab machine, first as its process 1 and then, as a child of that, serving the mailbox. The
-//! scripts of samples use its `watch`, there and on hosts where samples run directly.
+//! scripts of samples use its `watch`, there and on hosts where samples run directly. `answer` and `transact` are the two ends
+//! of suite `net`'s transactions.
 //!
 //! The machine's `/init` prepares the system and then becomes this program. Process 1 only reaps; when the serving child
 //! ends the machine powers off, so that the lab sees it at once.
@@ -26,6 +27,8 @@ fn main() -> ExitCode {
         }
         Some("serve") => serve(),
         Some("watch") => watch(),
+        Some("answer") => answer(),
+        Some("transact") => transact(),
         _ if std::process::id() == 1 => reap(),
         _ => Err(io::Error::other("runs as process 1 of the lab machine, which tare-lab makes; nothing to do here")),
     };
@@ -48,6 +51,33 @@ fn watch() -> io::Result<()> {
     };
     let orders = std::io::stdin().as_fd().try_clone_to_owned()?;
     agent::watch::watch(console.as_ref(), Duration::from_micros(period), orders.into(), &mut io::stdout())
+}
+
+/// `answer HOST PORT`: the server of suite `net`.
+fn answer() -> io::Result<()> {
+    let words: Vec<String> = std::env::args().skip(2).collect();
+    match words.as_slice() {
+        [host, port] => agent::transact::serve(host, number(port)?),
+        _ => Err(io::Error::other("answer wants an address and a port")),
+    }
+}
+
+/// `transact TEST HOST PORT COUNT`: its client.
+fn transact() -> io::Result<()> {
+    let words: Vec<String> = std::env::args().skip(2).collect();
+    let [test, host, port, count] = words.as_slice() else {
+        return Err(io::Error::other("transact wants TCP_RR or TCP_CRR, an address, a port and a count"));
+    };
+    let kind = agent::transact::Kind::by_name(test)
+        .ok_or_else(|| io::Error::other(format!("there is no test '{test}': use TCP_RR or TCP_CRR")))?;
+    let count = number(count)?;
+    let seconds = agent::transact::transact(kind, host, number(port)?, count)?;
+    println!("transactions: {count}\nseconds: {seconds:.6}");
+    Ok(())
+}
+
+fn number<T: std::str::FromStr>(text: &str) -> io::Result<T> {
+    text.parse().map_err(|_| io::Error::other(format!("'{text}' is not a number that fits")))
 }
 
 /// Process 1: starts the server and reaps whatever dies, until the server does.

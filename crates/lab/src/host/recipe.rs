@@ -28,6 +28,7 @@ pub const GUEST_PACKAGES: &[&str] = &[
     "procps",
     "sysbench",
     "fio",
+    "iperf3",
 ];
 
 /// The lab machine's root: the peers, the workloads and what it takes to look at them.
@@ -40,6 +41,7 @@ pub const MACHINE_PACKAGES: &[&str] = &[
     "kmod",
     "iproute2",
     "e2fsprogs",
+    "iperf3",
     "passt",
     "procps",
     "util-linux",

@@ -13,8 +13,14 @@ use crate::sample::Sample;
 
 /// The bundles of the suite.
 pub fn bundles() -> Vec<Bundle> {
-    let bundle =
-        |name, quiet| Bundle { name, kind: Kind::Boot { quiet }, memory_mib: 256, limit_seconds: 20, disk: None };
+    let bundle = |name, quiet| Bundle {
+        name,
+        kind: Kind::Boot { quiet },
+        memory_mib: 256,
+        limit_seconds: 20,
+        disk: None,
+        net: false,
+    };
     vec![bundle("boot", false), bundle("boot quiet", true)]
 }
 

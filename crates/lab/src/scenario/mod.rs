@@ -8,6 +8,7 @@
 mod boot;
 pub mod fileio;
 pub mod init;
+pub mod net;
 mod tax;
 
 use anyhow::{Result, bail};
@@ -30,6 +31,8 @@ pub struct Bundle {
     pub limit_seconds: u64,
     /// A second disk, made afresh for each sample.
     pub disk: Option<fileio::Disk>,
+    /// A network of the sample's own with servers on it; see [`net`].
+    pub net: bool,
 }
 
 /// The two kinds of bundles.
@@ -67,6 +70,7 @@ pub const SUITES: &[(&str, &str)] = &[
         "fileio",
         "fio on a qcow2 disk: writes that allocate over nothing, zeroes and data; rewrites; rndrw (see {qcow2} and {raw})",
     ),
+    ("net", "iperf3 both ways, TCP_RR and TCP_CRR, over passt, a tap and vhost-net (see {mac}, {tap} and {passt})"),
     ("all", "tax and boot in one report"),
 ];
 
@@ -77,6 +81,7 @@ pub fn suite(name: &str, scale: f64) -> Result<Vec<Bundle>> {
         "tax" => tax::bundles(scale),
         "boot" => boot::bundles(),
         "fileio" => fileio::bundles(scale),
+        "net" => net::bundles(scale),
         "all" => [tax::bundles(scale), boot::bundles()].concat(),
         _ => bail!("no suite '{suite}'; there are: {}", SUITES.map_names()),
     };
@@ -104,6 +109,7 @@ impl MapNames for [(&str, &str)] {
 pub fn subjects(suite: &str) -> &'static str {
     match suite.split('/').next() {
         Some("fileio") => "qemu-raw,qemu-qcow2,tare-raw,tare-explicit,tare-unallocated,tare-zero-aware",
+        Some("net") => "qemu-user,tare-user,qemu-tap,tare-tap,qemu-vhost,tare-vhost",
         _ => "native,qemu,tare",
     }
 }
@@ -122,6 +128,7 @@ impl Bundle {
     pub fn fits(&self, subject: &Subject) -> bool {
         match self.kind {
             Kind::Boot { .. } => !subject.is_native(),
+            Kind::Work(_) if self.net => subject.wants("mac"),
             Kind::Work(_) if self.disk.is_some() => subject.wants("qcow2") || subject.wants("raw"),
             Kind::Work(_) => subject.is_native() || subject.wants("disk"),
         }
@@ -158,7 +165,9 @@ impl Bundle {
                 format!("console={console}{quiet} reboot=k panic=-1")
             }
             Kind::Work(steps) => {
-                format!("console={console} quiet root={root} rw panic=-1 init=/bin/sh -- -c \"{}\"", tax::init(steps))
+                let setup = if self.net { net::SETUP } else { "" };
+                let init = tax::init(setup, steps);
+                format!("console={console} quiet root={root} rw panic=-1 init=/bin/sh -- -c \"{init}\"")
             }
         }
     }
@@ -206,7 +215,7 @@ mod tests {
     #[test]
     fn command_lines_fit_and_keep_their_script_in_one_quoted_word() {
         for scale in [1.0, 0.1, 0.001] {
-            for bundle in ["all", "fileio"].iter().flat_map(|name| suite(name, scale).unwrap()) {
+            for bundle in ["all", "fileio", "net"].iter().flat_map(|name| suite(name, scale).unwrap()) {
                 let line = bundle.cmdline(Console::Serial, "/dev/vda");
                 assert!(line.len() < LIMIT, "{} is {} bytes long", bundle.name, line.len());
                 let quotes = if bundle.needs_disk() { 2 } else { 0 };
@@ -229,7 +238,7 @@ mod tests {
         assert_eq!(fit("tare").len(), 4);
         assert_eq!(suite("tax/fileio", 0.1).unwrap().len(), 1);
         assert!(suite("tax/disk", 0.1).unwrap_err().to_string().contains("compute, fileio"));
-        assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, all"));
+        assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, net, all"));
     }
 
     #[test]
@@ -242,6 +251,19 @@ mod tests {
             assert!(!all[0].fits(&Subject::parse(name).unwrap()), "{name}");
         }
         assert_eq!(subjects("tax/compute"), "native,qemu,tare");
+    }
+
+    #[test]
+    fn a_bundle_with_a_network_takes_those_that_name_its_address() {
+        let all = suite("net", 0.1).unwrap();
+        let subjects: Vec<_> = subjects("net").split(',').collect();
+        assert_eq!(subjects.len(), 6);
+        for name in subjects {
+            assert!(all[0].fits(&Subject::parse(name).unwrap()), "{name}");
+        }
+        for name in ["native", "tare", "tare-raw", "firecracker"] {
+            assert!(!all[0].fits(&Subject::parse(name).unwrap()), "{name}");
+        }
     }
 
     #[test]

@@ -79,18 +79,19 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
     let room = if file_mib <= 128 { 512 } else { 512 + 2 * file_mib };
     let limit_seconds = 20 + 18 * seconds;
     vec![
-        Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, limit_seconds, disk: None },
-        Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, limit_seconds, disk: None },
+        Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, limit_seconds, disk: None, net: false },
+        Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, limit_seconds, disk: None, net: false },
     ]
 }
 
-/// What the guest's first process runs. One line, no double quotes (the kernel knows no escapes), and no mark as plain
+/// What the guest's first process runs, after `setup`. One line, no double quotes (the kernel knows no escapes), and no mark as plain
 /// text (the kernel prints its command line).
-pub fn init(steps: &[Step]) -> String {
+pub fn init(setup: &str, steps: &[Step]) -> String {
     let mut out = String::from(
         "mount -t proc p /proc;mount -t sysfs s /sys;mount -t tmpfs t /tmp;mount -o remount,rw /;\
          mkdir -p /var/tmp/w;cd /var/tmp/w;",
     );
+    out += setup;
     out += &work(steps);
     out += "sync;echo o >/proc/sysrq-trigger;sleep 9";
     out
@@ -127,9 +128,15 @@ pub fn figures(steps: &[Step], sample: &Sample) -> Result<Vec<(&'static str, Fig
         let events = figures.iter().find(|figure| figure.metric == "events").map(|figure| figure.value);
         let exits = sample.exits(Some(&format!("begin {}", step.mark)), &format!("end {}", step.mark));
         out.extend(figures.into_iter().map(|figure| (step.workload, figure)));
-        if let (Test::FileIo | Test::Fio, Some(events), Some(exits)) = (step.test, events, exits) {
+        let unit = match step.test {
+            Test::FileIo | Test::Fio => "exits per request",
+            Test::Iperf => "exits per MiB",
+            Test::Transact => "exits per transaction",
+            _ => continue,
+        };
+        if let (Some(events), Some(exits)) = (events, exits) {
             let each = exits.total as f64 / events.max(1.0);
-            out.push((step.workload, Figure::new("exits per request", "", Better::Lower, each)));
+            out.push((step.workload, Figure::new(unit, "", Better::Lower, each)));
         }
     }
     sample.need("done")?;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A stock Debian on a network: `user` through passt and a tap on a bridge, with servers in a namespace of the test's own.
+//! A stock Debian on a network: `user` through passt, a tap on a bridge and another that vhost-net serves, with servers in a
+//! namespace of the test's own.
 
 use serde_json::Value;
 
@@ -25,8 +26,10 @@ far ip addr add 198.51.100.1/32 dev lo
 near ip link add br0 type bridge
 near ip link set n1 master br0
 near ip tuntap add tap0 mode tap vnet_hdr
+near ip tuntap add tap1 mode tap vnet_hdr multi_queue
 near ip link set tap0 master br0
-for port in n1 tap0 br0; do near ip link set $port up; done
+near ip link set tap1 master br0
+for port in n1 tap0 tap1 br0; do near ip link set $port up; done
 far ip addr add 10.0.5.1/24 dev f1
 far ip link set f1 up
 mkdir -p /lab/www /etc/netns/near
@@ -67,6 +70,7 @@ use() {
     echo "$1 downloads $(sha256sum </mnt/tmp/$1)"
     nc $3 9000 </mnt/tmp/$1
     ip route del default 2>/dev/null
+    ip addr flush dev $1
 }
 lost() {
     while [ "$(cat /sys/class/net/$1/carrier)" != 0 ]; do sleep 0.1; done
@@ -74,11 +78,12 @@ lost() {
 }
 sh -n /dhcp.sh && chmod +x /dhcp.sh
 use eth1 inner.test 10.0.5.1
+use eth2 inner.test 10.0.5.1
 use eth0 server.test 198.51.100.1
-cat /sys/class/net/eth0/carrier /sys/class/net/eth1/carrier
 echo UNPLUG
 lost eth0
 lost eth1
+lost eth2
 echo still here
 sync
 echo o >/proc/sysrq-trigger
@@ -99,13 +104,14 @@ const RUN: &str = r#"
 mkdir -p /lab/top
 near sh -c 'mount --rbind / /lab/top && cd /lab/top && mount --move . / && exec chroot . timeout -k 5 240 tare run \
     --kernel /lab/vmlinuz --initrd /lab/net.img --memory 256M --disk path=/lab/root.ext4 --ledger /lab/ledger.json \
-    --net user --net tap,tap=tap0,mac=52:54:00:aa:bb:cc \
+    --net user --net tap,tap=tap0,mac=52:54:00:aa:bb:cc --net tap=tap1,vhost=on,queues=2 \
     --cmdline "console=tty0 console=hvc0 quiet panic=-1 -- /net.sh"' </dev/null >/lab/out 2>/lab/err &
 run=$!
 for i in $(seq 900); do grep -q UNPLUG /lab/out && break; kill -0 $run 2>/dev/null || break; sleep 0.2; done
 pgrep -a passt
 pkill -KILL passt
 near ip link del tap0
+near ip link del tap1
 wait $run
 echo "status $?"
 echo "== out"
@@ -121,7 +127,7 @@ cat /lab/ledger.json; echo
 
 #[test]
 #[ignore = "needs the lab: make e2e"]
-fn a_stock_debian_resolves_and_downloads_through_passt_and_a_tap_and_outlives_both() {
+fn a_stock_debian_resolves_and_downloads_through_passt_a_tap_and_vhost_net_and_outlives_them() {
     let printed = script(&[SERVERS, GUEST, RUN].concat(), &[]);
     printed.shows("status 0\n");
     let out = printed.part("out");
@@ -134,20 +140,25 @@ fn a_stock_debian_resolves_and_downloads_through_passt_and_a_tap_and_outlives_bo
         "eth1 finds 10.0.5.1",
         &format!("eth0 downloads {served}"),
         &format!("eth1 downloads {served}"),
+        "eth2 has 10.0.5.",
+        "eth2 finds 10.0.5.1",
+        &format!("eth2 downloads {served}"),
         "eth0 lost its link",
         "eth1 lost its link",
+        "eth2 lost its link",
         "still here",
     ] {
         assert!(out.contains(line), "'{line}' is not in {printed:#?}");
     }
-    assert_eq!(sums.matches(served.trim()).count(), 3, "what the guest sent arrived: {printed:#?}");
+    assert_eq!(sums.matches(served.trim()).count(), 4, "what the guest sent arrived: {printed:#?}");
     let err = printed.part("err");
-    for line in ["tare: net0: passt ended", "tare: net1: tap tap0 is gone"] {
+    for line in ["tare: net0: passt ended", "tare: net1: tap tap0 is gone", "tare: net2: tap tap1 is gone"] {
         assert!(err.contains(line), "'{line}' is not in {printed:#?}");
     }
     let ledger: Value = serde_json::from_str(printed.part("ledger").trim()).expect("the ledger is JSON");
     let number = |value: &Value, key: &str| value[key].as_u64().expect("a number");
-    for name in ["net0", "net1"] {
+    assert!(!err.contains("vhost"), "it serves: {printed:#?}");
+    for name in ["net0", "net1", "net2"] {
         let device = ledger["devices"].as_array().expect("devices").iter().find(|d| d["name"] == name);
         let device = device.expect("the NIC has its line");
         let (packets, read, written) =

@@ -14,10 +14,10 @@ use super::config::{self, Blocks, ConfigSpace, WRITEBACK, feature};
 use super::request::{ID_LEN, Shape};
 use super::shared::{BlkControl, Shared};
 use super::stats::BlkStats;
-use super::throttle::{Clock, Throttle};
 use super::worker::{self, Setup, Workers};
 use crate::device::{Activation, VirtioDevice};
 use crate::queue::DEFAULT_SIZE;
+use crate::throttle::{Clock, Throttle};
 
 /// A virtio block device.
 pub struct Blk {

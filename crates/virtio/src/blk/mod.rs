@@ -11,11 +11,10 @@ mod request;
 mod shared;
 mod sleep;
 mod stats;
-mod throttle;
 mod worker;
 
+pub use crate::throttle::{Clock, Throttle};
 pub use config::feature::CONFIG_WCE;
 pub use device::Blk;
 pub use shared::BlkControl;
 pub use stats::{BlkCounts, BlkStats};
-pub use throttle::{Clock, Throttle};

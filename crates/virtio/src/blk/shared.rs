@@ -10,7 +10,7 @@ use block::Disk;
 
 use super::request::ID_LEN;
 use super::stats::BlkStats;
-use super::throttle::Throttle;
+use crate::throttle::Throttle;
 
 /// The part of a device that all its threads see.
 pub struct Shared {

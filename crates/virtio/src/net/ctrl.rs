@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The control queue (5.1.6.5): receive modes, the address, offloads. Runs on the worker's thread.
+//! The control queue (5.1.6.5): receive modes, the address, pairs of queues, offloads. Runs on the worker's thread.
 
 use super::feature;
+use super::pairs::Pairs;
 use super::shared::Shared;
 use super::stats::NetCounts;
 use super::wire::Wire;
@@ -18,6 +19,8 @@ const RX_LAST: u8 = 1;
 const MAC: u8 = 1;
 const MAC_TABLE: u8 = 0;
 const MAC_ADDR: u8 = 1;
+const MQ: u8 = 4;
+const MQ_PAIRS: u8 = 0;
 const OFFLOADS: u8 = 5;
 const OFFLOADS_SET: u8 = 0;
 
@@ -46,6 +49,7 @@ impl Control {
         &mut self,
         mut wire: Option<&mut Box<dyn Wire>>,
         shared: &Shared,
+        pairs: &Pairs,
         counts: &mut NetCounts,
     ) -> Result<bool, GuestFault> {
         self.queue.ring.disable_kicks();
@@ -59,7 +63,7 @@ impl Control {
             if self.chain.read_at(0, &mut head) < head.len() || self.chain.writable_len() == 0 {
                 return Err(GuestFault::NetLayout);
             }
-            let ack = if self.obey(head, &mut wire, shared) { OK } else { ERR };
+            let ack = if self.obey(head, &mut wire, shared, pairs) { OK } else { ERR };
             // Drivers give one byte; the answer is the first.
             self.chain.write_at(0, &[ack]);
             self.queue.ring.push_used(self.chain.head(), 1);
@@ -73,7 +77,7 @@ impl Control {
     }
 
     /// Carries the command in the chain out; `false` if it can't be.
-    fn obey(&self, head: [u8; 2], wire: &mut Option<&mut Box<dyn Wire>>, shared: &Shared) -> bool {
+    fn obey(&self, head: [u8; 2], wire: &mut Option<&mut Box<dyn Wire>>, shared: &Shared, pairs: &Pairs) -> bool {
         match head {
             // Everything that the wire brings is for this guest: promiscuous or not, it gets it.
             [RX, 0..=RX_LAST] => self.chain.readable_len() == 3,
@@ -87,6 +91,12 @@ impl Control {
                     shared.set_mac(mac);
                 }
                 good
+            }
+            [MQ, MQ_PAIRS] if self.agreed & feature::MQ != 0 => {
+                let mut count = [0; 2];
+                let whole = self.chain.read_at(2, &mut count) == count.len();
+                // Of a tap that is gone nothing can be attached; the guest learns that from its link.
+                whole && pairs.select(u16::from_le_bytes(count)).is_ok()
             }
             [OFFLOADS, OFFLOADS_SET] if self.agreed & feature::CTRL_GUEST_OFFLOADS != 0 => {
                 let mut offloads = [0; 8];

@@ -1,39 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The network device as the transport sees it: features, configuration space, start and stop of the worker. Lives under the
-//! PCI function's lock; the wire is here while the device is reset and with the worker while it runs.
+//! The network device as the transport sees it: features, configuration space, start and stop of the workers. Lives under the
+//! PCI function's lock; the wires are here while the device is reset and with the workers while it runs.
 
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::pairs::Pairs;
 use super::shared::{NetPort, Shared};
 use super::stats::NetStats;
 use super::tap::Tap;
 use super::user::User;
+use super::vhost::Vhost;
 use super::wire::{NetError, Wire};
 use super::worker::{self, Engine, Handle};
 use super::{feature, mac};
-use crate::device::{Activation, VirtioDevice};
+use crate::device::{Activation, ActiveQueue, VirtioDevice};
 use crate::queue::DEFAULT_SIZE;
+use crate::throttle::{Clock, Throttle};
 
-/// The queues' largest sizes: receive, transmit, control.
-const QUEUE_SIZES: [u16; 3] = [DEFAULT_SIZE, DEFAULT_SIZE, 64];
+/// The largest size of the control queue.
+const CONTROL_SIZE: u16 = 64;
 /// How long the other end may stand still while packets wait for it.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A virtio network device.
 pub struct Net {
-    thread: String,
+    number: usize,
     features: u64,
+    queue_sizes: Vec<u16>,
     shared: Arc<Shared>,
+    pairs: Arc<Pairs>,
     stats: Arc<NetStats>,
+    limits: spec::Throttle,
     state: State,
 }
 
 enum State {
-    Idle(Box<Engine>),
-    Running(Handle),
-    /// The worker died and took the wire with it.
+    Idle(Vec<Engine>),
+    /// The workers, and the engines of pairs that this driver can't use.
+    Running(Vec<Handle>, Vec<Engine>),
+    /// A worker died and took its wire with it.
     Lost,
 }
 
@@ -43,46 +50,123 @@ impl Net {
     /// # Errors
     /// [`NetError::Host`].
     pub fn new(wire: Box<dyn Wire>, spec: &spec::Net, number: usize) -> Result<Self, NetError> {
-        let own = feature::MAC | feature::STATUS | feature::MRG_RXBUF;
-        let control = feature::CTRL_VQ | feature::CTRL_RX | feature::CTRL_MAC_ADDR;
-        let mtu = if spec.mtu.is_some() { feature::MTU } else { 0 };
-        let mac = spec.mac.map_or_else(|| mac::drawn(number), |mac| mac.0);
-        let shared = Shared::new(mac, spec.mtu.unwrap_or(0)).map_err(|source| NetError::Host { number, source })?;
-        let (shared, stats) = (Arc::new(shared), Arc::new(NetStats::default()));
-        let features = own | control | mtu | wire.features();
-        let engine = Engine {
-            wire: Some(wire),
-            shared: Arc::clone(&shared),
-            stats: Arc::clone(&stats),
-            patience: PATIENCE,
-            name: format!("net{number}"),
-        };
-        let state = State::Idle(Box::new(engine));
-        Ok(Self { thread: format!("net-{number}"), features, shared, stats, state })
+        let pairs = Pairs::new(std::iter::empty()).map_err(|source| NetError::Host { number, source })?;
+        Self::assemble(vec![(wire, None)], Arc::new(pairs), None, (spec, number))
     }
 
-    /// Makes the wire that `spec` describes and a device on it, the machine's NIC `number`.
+    /// Makes what `spec` describes at the host's end and a device on it, the machine's NIC `number`.
     ///
     /// # Errors
     /// See [`NetError`].
     pub fn open(spec: &spec::Net, number: usize) -> Result<Self, NetError> {
         let mtu = spec.mtu.unwrap_or(0);
-        let wire: Box<dyn Wire> = match (spec.kind, spec.fd, &spec.tap) {
-            (spec::NetKind::User, Some(fd), _) => Box::new(User::adopt(number, fd)?),
-            (spec::NetKind::User, None, _) => Box::new(User::start(number, spec.mtu)?),
-            (spec::NetKind::Tap, Some(fd), _) => Box::new(Tap::adopt(number, fd, mtu)?),
-            (spec::NetKind::Tap, None, name) => Box::new(Tap::open(number, name.as_deref().unwrap_or_default(), mtu)?),
+        let wire: Box<dyn Wire> = match (spec.kind, spec.fd) {
+            (spec::NetKind::User, Some(fd)) => Box::new(User::adopt(number, fd)?),
+            (spec::NetKind::User, None) => Box::new(User::start(number, spec.mtu)?),
+            (spec::NetKind::Tap, Some(fd)) => return Self::on_taps(vec![Tap::adopt(number, fd, mtu)?], spec, number),
+            (spec::NetKind::Tap, None) => {
+                let (name, queues) = (spec.tap.as_deref().unwrap_or_default(), spec.queues.unwrap_or(1).max(1));
+                let taps = (0..queues).map(|_| Tap::open(number, name, mtu, queues > 1));
+                return Self::on_taps(taps.collect::<Result<_, _>>()?, spec, number);
+            }
         };
         Self::new(wire, spec, number)
+    }
+
+    /// A device on the queues of a tap.
+    fn on_taps(taps: Vec<Tap>, spec: &spec::Net, number: usize) -> Result<Self, NetError> {
+        let host = |source| NetError::Host { number, source };
+        let pairs = Pairs::new(taps.iter().skip(1).map(Tap::queue)).map_err(host)?;
+        let interface = taps.first().filter(|_| spec.vhost).and_then(Tap::interface);
+        let mut lacking = None;
+        let mut wires: Vec<(Box<dyn Wire>, Option<Vhost>)> = Vec::with_capacity(taps.len());
+        for tap in taps {
+            let vhost = match spec.vhostfd {
+                Some(fd) => {
+                    let want = "an unused descriptor of /dev/vhost-net";
+                    Some(Vhost::adopt(fd).map_err(|_| NetError::Descriptor { number, fd, want })?)
+                }
+                None if spec.vhost => match Vhost::open() {
+                    Ok(vhost) => Some(vhost),
+                    Err(why) => {
+                        lacking = Some(why);
+                        None
+                    }
+                },
+                None => None,
+            };
+            wires.push((Box::new(tap), vhost));
+        }
+        let device = Self::assemble(wires, Arc::new(pairs), interface.filter(|_| lacking.is_none()), (spec, number))?;
+        if let Some(why) = lacking {
+            device.shared.tell(format!(
+                "/dev/vhost-net can't be used, {why}: net{number}; tare moves its packets; load the module vhost_net and let \
+                 this user open it"
+            ));
+        }
+        Ok(device)
+    }
+
+    /// `counted`: the interface whose packets the host's kernel moves.
+    fn assemble(
+        wires: Vec<(Box<dyn Wire>, Option<Vhost>)>,
+        pairs: Arc<Pairs>,
+        counted: Option<String>,
+        (spec, number): (&spec::Net, usize),
+    ) -> Result<Self, NetError> {
+        let own = feature::MAC | feature::STATUS | feature::MRG_RXBUF;
+        let control = feature::CTRL_VQ | feature::CTRL_RX | feature::CTRL_MAC_ADDR;
+        let mtu = if spec.mtu.is_some() { feature::MTU } else { 0 };
+        let several = if pairs.count() > 1 { feature::MQ } else { 0 };
+        let mac = spec.mac.map_or_else(|| mac::drawn(number), |mac| mac.0);
+        let shared = Shared::new(mac, spec.mtu.unwrap_or(0), pairs.count());
+        let shared = Arc::new(shared.map_err(|source| NetError::Host { number, source })?);
+        let features = own | control | mtu | several | wires.first().map_or(0, |(wire, _)| wire.features());
+        let stats = Arc::new(NetStats::new(pairs.count(), counted));
+        let mut queue_sizes = vec![DEFAULT_SIZE; usize::from(pairs.count()) * 2];
+        queue_sizes.push(CONTROL_SIZE);
+        let engine = |(index, (wire, vhost)): (u16, (Box<dyn Wire>, Option<Vhost>))| Engine {
+            index,
+            wire: Some(wire),
+            vhost,
+            shared: Arc::clone(&shared),
+            pairs: Arc::clone(&pairs),
+            stats: Arc::clone(&stats),
+            limits: [None, None],
+            patience: PATIENCE,
+            name: format!("net{number}"),
+        };
+        let state = State::Idle((0..).zip(wires).map(engine).collect());
+        let limits =
+            spec::Throttle { bps: spec.bps, bps_burst: spec.bps_burst, iops: spec.pps, iops_burst: spec.pps_burst };
+        let device = Self { number, features, queue_sizes, shared, pairs, stats, limits, state };
+        Ok(device.with_clock(Clock::default()))
     }
 
     /// How long the other end may stand still while packets wait for it, instead of five seconds.
     #[must_use]
     pub fn with_patience(mut self, patience: Duration) -> Self {
-        if let State::Idle(engine) = &mut self.state {
+        for engine in self.idle() {
             engine.patience = patience;
         }
         self
+    }
+
+    /// Rate limits by another clock.
+    #[must_use]
+    pub fn with_clock(mut self, clock: Clock) -> Self {
+        let limits = [clock.clone(), clock].map(|clock| Throttle::new(&self.limits, clock).map(Arc::new));
+        for engine in self.idle() {
+            engine.limits.clone_from(&limits);
+        }
+        self
+    }
+
+    fn idle(&mut self) -> &mut [Engine] {
+        match &mut self.state {
+            State::Idle(engines) => engines,
+            State::Running(..) | State::Lost => &mut [],
+        }
     }
 
     /// The device's counters; they go on through resets.
@@ -96,6 +180,66 @@ impl Net {
     pub fn port(&self) -> NetPort {
         NetPort(Arc::clone(&self.shared))
     }
+
+    /// Starts a worker for each pair that the driver may use.
+    fn start(&mut self, engines: Vec<Engine>, activation: Activation) -> io::Result<()> {
+        let Activation { ram, features, queues, status } = activation;
+        // Without `MQ` the control queue follows the first pair, whatever the device could do (5.1.2).
+        let usable = if features & feature::MQ != 0 { self.pairs.count() } else { 1 };
+        let mut shares: Vec<Vec<ActiveQueue>> = (0..usable).map(|_| Vec::new()).collect();
+        for queue in queues {
+            let owner = if queue.index < usable * 2 { queue.index / 2 } else { 0 };
+            if queue.index <= usable * 2
+                && let Some(share) = shares.get_mut(usize::from(owner))
+            {
+                share.push(queue);
+            }
+        }
+        let mut shares = shares.into_iter();
+        let (mut handles, mut rest, mut failure) = (Vec::new(), Vec::new(), None);
+        for engine in engines {
+            let Some(queues) = shares.next().filter(|_| failure.is_none()) else {
+                rest.push(engine);
+                continue;
+            };
+            let name = match engine.index {
+                0 => format!("net-{}", self.number),
+                index => format!("net-{}-q{index}", self.number),
+            };
+            let activation = Activation { ram: ram.clone(), features, queues, status: Arc::clone(&status) };
+            match worker::start(Box::new(engine), activation, &name) {
+                Ok(handle) => handles.push(handle),
+                Err(not) => {
+                    rest.push(*not.engine);
+                    failure = Some(not.error);
+                }
+            }
+        }
+        self.state = State::Running(handles, rest);
+        match failure {
+            Some(error) => {
+                self.stop();
+                Err(error)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn stop(&mut self) {
+        self.state = match std::mem::replace(&mut self.state, State::Lost) {
+            State::Running(handles, rest) => {
+                let stopped: Vec<_> = handles.into_iter().map(|handle| handle.stop().map(|engine| *engine)).collect();
+                let engines: Option<Vec<_>> = stopped.into_iter().chain(rest.into_iter().map(Some)).collect();
+                engines.map_or(State::Lost, |mut engines| {
+                    engines.sort_by_key(|engine| engine.index);
+                    State::Idle(engines)
+                })
+            }
+            other => other,
+        };
+        // The next driver begins with one; where the tap is gone there is nothing to detach.
+        let _ = self.pairs.select(1);
+    }
 }
 
 impl VirtioDevice for Net {
@@ -108,7 +252,7 @@ impl VirtioDevice for Net {
     }
 
     fn queue_sizes(&self) -> &[u16] {
-        &QUEUE_SIZES
+        &self.queue_sizes
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
@@ -126,29 +270,17 @@ impl VirtioDevice for Net {
     fn activate(&mut self, activation: Activation) -> io::Result<()> {
         self.reset();
         match std::mem::replace(&mut self.state, State::Lost) {
-            State::Idle(engine) => {
+            State::Idle(engines) => {
                 self.shared.attach(Some(Arc::clone(&activation.status)));
-                match worker::start(engine, activation, &self.thread) {
-                    Ok(handle) => {
-                        self.state = State::Running(handle);
-                        Ok(())
-                    }
-                    Err(not) => {
-                        self.state = State::Idle(not.engine);
-                        Err(not.error)
-                    }
-                }
+                self.start(engines, activation)
             }
-            State::Running(_) | State::Lost => Err(io::Error::other("the NIC's worker thread died earlier")),
+            State::Running(..) | State::Lost => Err(io::Error::other("the NIC's worker thread died earlier")),
         }
     }
 
     fn reset(&mut self) {
         self.shared.attach(None);
-        self.state = match std::mem::replace(&mut self.state, State::Lost) {
-            State::Running(handle) => handle.stop().map_or(State::Lost, State::Idle),
-            other => other,
-        };
+        self.stop();
     }
 }
 

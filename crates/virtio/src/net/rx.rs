@@ -9,6 +9,7 @@ use std::io;
 
 use base::Seg;
 
+use super::limit::Limit;
 use super::stats::NetCounts;
 use super::sys::MAX_SEGS;
 use super::tx::Round;
@@ -32,6 +33,7 @@ struct Buffer {
 pub struct Receive {
     queue: ActiveQueue,
     chain: Chain,
+    limit: Limit,
     merged: bool,
     buffers: VecDeque<Buffer>,
     segs: Vec<Seg>,
@@ -43,11 +45,12 @@ pub struct Receive {
 }
 
 impl Receive {
-    /// Serves `queue`; `merged`: the driver takes packets in several buffers.
-    pub fn new(queue: ActiveQueue, merged: bool) -> Self {
+    /// Serves `queue` as fast as `limit` allows; `merged`: the driver takes packets in several buffers.
+    pub fn new(queue: ActiveQueue, merged: bool, limit: Limit) -> Self {
         Self {
             queue,
             chain: Chain::new(),
+            limit,
             merged,
             buffers: VecDeque::new(),
             segs: Vec::new(),
@@ -67,6 +70,10 @@ impl Receive {
         for _ in 0..BATCH {
             if !self.ready {
                 round = Round::Idle;
+                break;
+            }
+            if let Some(wait) = self.limit.wait(counts) {
+                round = Round::Wait(wait);
                 break;
             }
             match self.packet(wire, counts)? {
@@ -160,6 +167,7 @@ impl Receive {
         }));
         self.segs.drain(..segs);
         self.room -= covered;
+        self.limit.charge(len.saturating_sub(HEADER));
         counts.received += 1;
         counts.received_bytes += len.saturating_sub(HEADER) as u64;
     }

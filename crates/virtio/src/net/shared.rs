@@ -14,12 +14,16 @@ use crate::device::DeviceStatus;
 /// Bytes of the configuration space up to and with `mtu` (5.1.4).
 pub const CONFIG_LEN: usize = 12;
 
+/// Written by the workers and the device.
 struct State {
     mac: [u8; 6],
     up: bool,
     mtu: u16,
+    pairs: u16,
     status: Option<Arc<DeviceStatus>>,
     news: Vec<String>,
+    /// The last line: what several workers have to say is said once.
+    last: String,
 }
 
 /// See above.
@@ -29,12 +33,12 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// A NIC whose link is up.
+    /// A NIC with so many `pairs` of queues whose link is up.
     ///
     /// # Errors
     /// When the host has no descriptors left.
-    pub fn new(mac: [u8; 6], mtu: u16) -> io::Result<Self> {
-        let state = State { mac, up: true, mtu, status: None, news: Vec::new() };
+    pub fn new(mac: [u8; 6], mtu: u16, pairs: u16) -> io::Result<Self> {
+        let state = State { mac, up: true, mtu, pairs, status: None, news: Vec::new(), last: String::new() };
         Ok(Self { state: Mutex::new(state), event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)? })
     }
 
@@ -53,7 +57,7 @@ impl Shared {
         let mut config = [0; CONFIG_LEN];
         config[..6].copy_from_slice(&state.mac);
         config[6] = state.up.into();
-        config[8] = 1;
+        config[8..10].copy_from_slice(&state.pairs.to_le_bytes());
         config[10..].copy_from_slice(&state.mtu.to_le_bytes());
         config
     }
@@ -66,13 +70,24 @@ impl Shared {
     /// The link went up or down: the driver is told, and `line` is for the user.
     pub fn set_link(&self, up: bool, line: String) {
         let mut state = self.lock();
-        state.news.push(line);
         if state.up != up {
             state.up = up;
             if let Some(status) = &state.status {
                 status.config_changed();
             }
         }
+        drop(state);
+        self.tell(line);
+    }
+
+    /// `line` is for the user.
+    pub fn tell(&self, line: String) {
+        let mut state = self.lock();
+        if state.last == line {
+            return;
+        }
+        state.last.clone_from(&line);
+        state.news.push(line);
         drop(state);
         // Only a full counter refuses, and then it is readable anyway.
         let _ = self.event.write(1);

@@ -117,11 +117,12 @@ struct Request {
 /// What a tap is.
 const TAP: u16 = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as u16;
 
-/// Opens the tap called `name`, or makes it where the caller may.
-pub fn open_tap(name: &str) -> io::Result<File> {
+/// Opens the tap called `name`, or makes it where the caller may; with `several` one more queue of it.
+pub fn open_tap(name: &str, several: bool) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let file = options.read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC).open("/dev/net/tun")?;
-    let mut request = Request { name: [0; libc::IFNAMSIZ], flags: TAP, rest: [0; 22] };
+    let flags = if several { TAP | libc::IFF_MULTI_QUEUE as u16 } else { TAP };
+    let mut request = Request { name: [0; libc::IFNAMSIZ], flags, rest: [0; 22] };
     // The last byte stays 0.
     for (to, from) in request.name.iter_mut().take(libc::IFNAMSIZ - 1).zip(name.bytes()) {
         *to = from;
@@ -131,6 +132,28 @@ pub fn open_tap(name: &str) -> io::Result<File> {
         return Err(io::Error::last_os_error());
     }
     Ok(file)
+}
+
+/// Attaches a queue to its tap, or detaches it: then the tap sends nothing to it.
+pub fn attach_queue(fd: &impl AsRawFd, attach: bool) -> io::Result<()> {
+    let flags = if attach { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE } as u16;
+    let mut request = Request { name: [0; libc::IFNAMSIZ], flags, rest: [0; 22] };
+    // SAFETY: the call reads one ifreq, which is live.
+    if unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETQUEUE, &mut request) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// The name of a tap's interface.
+pub fn tap_name(fd: &impl AsRawFd) -> Option<String> {
+    let mut request = Request { name: [0; libc::IFNAMSIZ], flags: 0, rest: [0; 22] };
+    // SAFETY: the call writes one ifreq, which is live.
+    if unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNGETIFF, &mut request) } < 0 {
+        return None;
+    }
+    let name = request.name.split(|byte| *byte == 0).next()?;
+    std::str::from_utf8(name).ok().map(str::to_owned)
 }
 
 /// Whether `fd` is a tap whose packets have a virtio header, and makes its reads return at once. `None`: it is no tap.

@@ -3,7 +3,7 @@
 //! Opened where the device is made, used on the worker's thread.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 
 use base::Seg;
 
@@ -17,12 +17,29 @@ const LARGE: usize = HEADER + 14 + 65535;
 /// Ethernet header and a VLAN tag.
 const LINK: usize = 18;
 
+/// What every tap can do.
+const FEATURES: u64 = feature::CSUM
+    | feature::HOST_TSO4
+    | feature::HOST_TSO6
+    | feature::HOST_ECN
+    | feature::GUEST_CSUM
+    | feature::GUEST_TSO4
+    | feature::GUEST_TSO6
+    | feature::GUEST_ECN
+    | feature::CTRL_GUEST_OFFLOADS;
+/// What some can: features, and what to ask for.
+const UDP: [(u64, libc::c_uint); 2] = [
+    (feature::HOST_UFO | feature::GUEST_UFO, libc::TUN_F_UFO),
+    (feature::HOST_USO | feature::GUEST_USO4 | feature::GUEST_USO6, libc::TUN_F_USO4 | libc::TUN_F_USO6),
+];
+
 /// A tap.
 pub struct Tap {
     fd: OwnedFd,
     /// For the user.
     name: String,
     mtu: u16,
+    features: u64,
     longest: usize,
     /// A packet that was read before there was room for it, and its length; 0: none.
     early: Vec<u8>,
@@ -34,14 +51,18 @@ pub struct Tap {
 }
 
 impl Tap {
-    /// Opens the tap called `name`, or makes one where the user may, for NIC `number`.
+    /// Opens the tap called `name`, or makes one where the user may, for NIC `number`; with `several` one more queue of it.
     ///
     /// # Errors
     /// [`NetError::Tap`].
-    pub fn open(number: usize, name: &str, mtu: u16) -> Result<Self, NetError> {
-        let hint = "make it with `ip tuntap add NAME mode tap vnet_hdr user YOU`, as root";
+    pub fn open(number: usize, name: &str, mtu: u16, several: bool) -> Result<Self, NetError> {
+        let hint = if several {
+            "make it with `ip tuntap add NAME mode tap vnet_hdr multi_queue user YOU`, as root"
+        } else {
+            "make it with `ip tuntap add NAME mode tap vnet_hdr user YOU`, as root"
+        };
         let bad = |source| NetError::Tap { number, name: name.to_owned(), source, hint };
-        let file = sys::open_tap(name).map_err(bad)?;
+        let file = sys::open_tap(name, several).map_err(bad)?;
         Self::new(file.into(), format!("tap {name}"), mtu).map_err(bad)
     }
 
@@ -61,10 +82,27 @@ impl Tap {
         }
     }
 
+    /// The name of its interface.
+    pub fn interface(&self) -> Option<String> {
+        sys::tap_name(&self.fd)
+    }
+
+    /// The queue of the tap.
+    pub fn queue(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
     fn new(fd: OwnedFd, name: String, mtu: u16) -> io::Result<Self> {
         sys::set_header(&fd, HEADER)?;
         let (early, segs) = (Vec::new(), Vec::new());
-        let mut tap = Self { fd, name, mtu, longest: LARGE, early, held: 0, spill: [0], segs, moved: 0 };
+        let mut tap =
+            Self { fd, name, mtu, features: FEATURES, longest: LARGE, early, held: 0, spill: [0], segs, moved: 0 };
+        // Kernels differ in what they know of UDP.
+        for (bits, flags) in UDP {
+            if sys::set_offloads(&tap.fd, libc::TUN_F_CSUM | flags).is_ok() {
+                tap.features |= bits;
+            }
+        }
         tap.accept_offloads(0)?;
         Ok(tap)
     }
@@ -76,12 +114,7 @@ impl Wire for Tap {
     }
 
     fn features(&self) -> u64 {
-        feature::CSUM
-            | feature::HOST_TSO4
-            | feature::HOST_TSO6
-            | feature::HOST_ECN
-            | feature::GUEST_OFFLOADS
-            | feature::CTRL_GUEST_OFFLOADS
+        self.features
     }
 
     fn outbox(&self) -> Outbox {
@@ -97,11 +130,19 @@ impl Wire for Tap {
                 (feature::GUEST_TSO4, libc::TUN_F_TSO4),
                 (feature::GUEST_TSO6, libc::TUN_F_TSO6),
                 (feature::GUEST_ECN, libc::TUN_F_TSO_ECN),
+                (feature::GUEST_UFO, libc::TUN_F_UFO),
+                (feature::GUEST_USO4, libc::TUN_F_USO4),
+                (feature::GUEST_USO6, libc::TUN_F_USO6),
             ];
             offloads = pairs.iter().filter(|(bit, _)| features & bit != 0).fold(0, |sum, (_, flag)| sum | flag);
+            // Of these it takes both or none.
+            let both = libc::TUN_F_USO4 | libc::TUN_F_USO6;
+            if offloads & both != both {
+                offloads &= !both;
+            }
         }
         sys::set_offloads(&self.fd, offloads)?;
-        let large = offloads & (libc::TUN_F_TSO4 | libc::TUN_F_TSO6) != 0;
+        let large = offloads & !libc::TUN_F_CSUM != 0;
         self.longest = if large { LARGE } else { HEADER + LINK + usize::from(self.mtu.max(1500)) };
         Ok(())
     }

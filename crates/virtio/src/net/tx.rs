@@ -2,8 +2,10 @@
 //! The transmit queue: from chains of the guest to the wire. Runs on the worker's thread.
 
 use std::io;
+use std::time::Duration;
 
 use super::HEADER;
+use super::limit::Limit;
 use super::outbox::Outbox;
 use super::stats::NetCounts;
 use super::wire::Wire;
@@ -18,6 +20,8 @@ pub enum Round {
     Idle,
     /// There may be more at once.
     More,
+    /// A rate limit lets nothing pass for so long.
+    Wait(Duration),
     /// The wire is gone.
     Gone(io::Error),
 }
@@ -26,14 +30,15 @@ pub enum Round {
 pub struct Transmit {
     queue: ActiveQueue,
     chain: Chain,
+    limit: Limit,
     /// Packets the wire has not taken yet.
     pub out: Outbox,
 }
 
 impl Transmit {
-    /// Serves `queue` with packets as the wire wants them.
-    pub fn new(queue: ActiveQueue, out: Outbox) -> Self {
-        Self { queue, chain: Chain::new(), out }
+    /// Serves `queue` with packets as the wire wants them, as fast as `limit` allows.
+    pub fn new(queue: ActiveQueue, out: Outbox, limit: Limit) -> Self {
+        Self { queue, chain: Chain::new(), limit, out }
     }
 
     /// One batch. Without a `wire` packets go nowhere, as with a cable that is out.
@@ -42,14 +47,19 @@ impl Transmit {
     /// What the guest did wrong.
     pub fn run(&mut self, wire: Option<&mut Box<dyn Wire>>, counts: &mut NetCounts) -> Result<Round, GuestFault> {
         self.queue.ring.disable_kicks();
-        let mut drained = false;
+        let (mut drained, mut wait) = (false, None);
         while !drained && self.out.has_room() {
+            wait = if self.queue.ring.has_more() { self.limit.wait(counts) } else { None };
+            if wait.is_some() {
+                break;
+            }
             drained = !self.queue.ring.pop(&mut self.chain)?;
             if !drained {
                 let len = self.chain.readable_len() as usize;
                 if len < HEADER {
                     return Err(GuestFault::NetLayout);
                 }
+                self.limit.charge(len - HEADER);
                 self.out.push(self.chain.head(), self.chain.readable(), len);
             }
         }
@@ -65,6 +75,7 @@ impl Transmit {
             Err(e) if e.kind() != io::ErrorKind::WouldBlock => Ok(Round::Gone(e)),
             // The wire says when it has room again, and no kick is wanted before.
             Err(_) => Ok(Round::Idle),
+            Ok(()) if wait.is_some() => Ok(wait.map_or(Round::More, Round::Wait)),
             Ok(()) if drained && !self.queue.ring.enable_kicks() => Ok(Round::Idle),
             Ok(()) => Ok(Round::More),
         }

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The thread that serves a NIC: owns its queues and its wire, shares atomics and the little that [`Shared`] holds.
+//! The thread that serves a pair of a NIC's queues: owns them and their wire, shares atomics and the little that [`Shared`]
+//! holds. The first pair's also serves the control queue.
 //!
 //! It sleeps in one epoll: the queues' eventfds, the wire and `stop`, each reported once for each change, so that a wake needs
-//! no read of an eventfd and a ring or a socket that is full makes no noise. It also watches over the wire: one that ends, or
-//! does not move for a while though it has to, shows as a link that is down.
+//! no read of an eventfd and a ring or a socket that is full makes no noise. Where the host's kernel serves the pair
+//! ([`Service`]), the worker looks once a second whether the tap is still there, and takes the queues over when it is not.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use base::reactor::{Reactor, Token};
 use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
@@ -17,32 +18,47 @@ use mem::GuestRam;
 
 use super::ctrl::Control;
 use super::feature;
+use super::limit::Limit;
+use super::pairs::Pairs;
 use super::rx::Receive;
 use super::shared::Shared;
 use super::stats::{NetCounts, NetStats};
 use super::tx::{Round, Transmit};
+use super::vhost::{NotTaken, Service, Vhost};
+use super::watch::Watch;
 use super::wire::Wire;
 use crate::device::{Activation, ActiveQueue, DeviceStatus};
 use crate::fault::GuestFault;
-
-/// Queues of a device with one pair; what comes after them is the control queue.
-pub const RX_QUEUE: u16 = 0;
-pub const TX_QUEUE: u16 = 1;
+use crate::throttle::Throttle;
 
 const KICK: Token = 0;
 const WIRE: Token = 1;
 const STOP: Token = 2;
+const WAKE: Token = 3;
+const BROKEN: Token = 4;
+/// The kernel's signals for receive and, one up, transmit.
+const RELAY: Token = 5;
 /// The worker's stack; its calls are shallow, and the largest thing on it is a page for frames nobody wants.
 const STACK: usize = 128 << 10;
+/// How often the worker looks after a tap that the kernel serves.
+const LOOK: Duration = Duration::from_secs(1);
 
-/// What the device gives its worker and gets back at the end.
+/// What the device gives a worker and gets back at the end.
 pub struct Engine {
+    /// Which pair this is.
+    pub index: u16,
     /// The host's end; `None` once it is gone.
     pub wire: Option<Box<dyn Wire>>,
+    /// Who serves the pair in the kernel, while nobody does.
+    pub vhost: Option<Vhost>,
     /// What may change of the configuration.
     pub shared: Arc<Shared>,
+    /// Which pairs are in use.
+    pub pairs: Arc<Pairs>,
     /// Where the counters go.
     pub stats: Arc<NetStats>,
+    /// Rate limits, to the guest and from it.
+    pub limits: [Option<Arc<Throttle>>; 2],
     /// How long the wire may stand still while it has to move.
     pub patience: Duration,
     /// For the user: `net0`.
@@ -78,17 +94,17 @@ pub struct NotStarted {
     pub error: io::Error,
 }
 
-/// Starts the worker on a thread called `name`.
+/// Starts the worker of one pair on a thread called `name`; `activation` has its queues only.
 ///
 /// # Errors
-/// When the host has no thread or descriptor left, or refuses the offloads that were agreed on.
-pub fn start(mut engine: Box<Engine>, activation: Activation, name: &str) -> Result<Handle, NotStarted> {
-    let fail = |engine, error| NotStarted { engine, error };
-    let prepared = prepare(&mut engine, &activation);
-    let (reactor, stop) = match prepared {
-        Ok(prepared) => prepared,
-        Err(error) => return Err(fail(engine, error)),
+/// When the host has no thread or descriptor left.
+pub fn start(engine: Box<Engine>, activation: Activation, name: &str) -> Result<Handle, NotStarted> {
+    let stop = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
+    let (reactor, event) = match Reactor::new().and_then(|reactor| Ok((reactor, stop?))) {
+        Ok(both) => both,
+        Err(error) => return Err(NotStarted { engine, error }),
     };
+    let stop = Arc::new(Stop { asked: AtomicBool::new(false), event });
     // The thread starts empty-handed, so that nothing is lost if it does not start.
     let (hand_over, taken) = mpsc::sync_channel::<Worker>(1);
     let spawned = thread::Builder::new()
@@ -97,72 +113,143 @@ pub fn start(mut engine: Box<Engine>, activation: Activation, name: &str) -> Res
         .spawn(move || taken.recv().ok().map(Worker::run));
     let thread = match spawned {
         Ok(thread) => thread,
-        Err(e) => return Err(fail(engine, e)),
+        Err(error) => return Err(NotStarted { engine, error }),
     };
-    let worker = Worker::new(engine, activation, reactor, Arc::clone(&stop));
+    let mut worker = Worker::new(engine, activation.status, activation.ram, reactor, Arc::clone(&stop));
+    if let Err(error) = worker.take(activation.features, activation.queues) {
+        return Err(NotStarted { engine: worker.finish(), error });
+    }
     match hand_over.send(worker) {
         Ok(()) => Ok(Handle { thread, stop }),
-        Err(mpsc::SendError(worker)) => Err(fail(worker.engine, io::Error::other("the worker thread died"))),
+        Err(mpsc::SendError(worker)) => {
+            let error = io::Error::other("the worker thread died");
+            Err(NotStarted { engine: worker.finish(), error })
+        }
     }
-}
-
-fn prepare(engine: &mut Engine, activation: &Activation) -> io::Result<(Reactor, Arc<Stop>)> {
-    let reactor = Reactor::new()?;
-    let stop = Stop { asked: AtomicBool::new(false), event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)? };
-    reactor.add_edge(&stop.event, STOP)?;
-    for queue in &activation.queues {
-        reactor.add_edge(&queue.kick, KICK)?;
-    }
-    if let Some(wire) = &mut engine.wire {
-        // A wire that is gone refuses; the worker will find out. Offloads that the host does not want it does not use.
-        let _ = wire.accept_offloads(activation.features);
-        reactor.add_edge(&wire.fd(), WIRE)?;
-    }
-    Ok((reactor, Arc::new(stop)))
-}
-
-/// How the wire does.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Pace {
-    /// It moves, or has no reason to.
-    Well,
-    /// It has had to move since then and did not.
-    Stuck(Instant),
-    /// The same, for so long that the link is down.
-    Stalled,
 }
 
 struct Worker {
     engine: Box<Engine>,
+    features: u64,
     rx: Option<Receive>,
     tx: Option<Transmit>,
     ctrl: Option<Control>,
+    /// The kernel has the pair, and `rx` and `tx` are empty.
+    service: Option<Service>,
     reactor: Reactor,
     /// Keeps the memory of packets under way mapped.
-    _ram: GuestRam,
+    ram: GuestRam,
     status: Arc<DeviceStatus>,
     stop: Arc<Stop>,
     /// The guest broke a queue: do nothing more.
     dead: bool,
-    pace: Pace,
-    moved: u64,
+    watch: Watch,
+    /// How long a rate limit holds the next packet.
+    wait: Option<Duration>,
     counts: NetCounts,
 }
 
 impl Worker {
-    fn new(engine: Box<Engine>, activation: Activation, reactor: Reactor, stop: Arc<Stop>) -> Self {
-        let Activation { ram, features, queues, status } = activation;
-        let (mut rx, mut tx, mut ctrl) = (None, None, None);
-        for queue in queues {
-            match queue.index {
-                RX_QUEUE => rx = Some(Receive::new(queue, features & feature::MRG_RXBUF != 0)),
-                TX_QUEUE => tx = Some(transmit(queue, engine.wire.as_deref())),
-                _ => ctrl = Some(Control::new(queue, features)),
+    fn new(engine: Box<Engine>, status: Arc<DeviceStatus>, ram: GuestRam, reactor: Reactor, stop: Arc<Stop>) -> Self {
+        let (counts, watch) = (engine.stats.of(engine.index), Watch::new(engine.patience));
+        Self {
+            engine,
+            features: 0,
+            rx: None,
+            tx: None,
+            ctrl: None,
+            service: None,
+            reactor,
+            ram,
+            status,
+            stop,
+            dead: false,
+            watch,
+            wait: None,
+            counts,
+        }
+    }
+
+    /// Takes the pair's queues, and the control queue.
+    fn take(&mut self, features: u64, queues: Vec<ActiveQueue>) -> io::Result<()> {
+        self.features = features;
+        self.reactor.add_edge(&self.stop.event, STOP)?;
+        if let Some(wake) = self.engine.pairs.wake(self.engine.index) {
+            self.reactor.add_edge(wake, WAKE)?;
+        }
+        if let Some(wire) = &mut self.engine.wire {
+            // A wire that is gone refuses; the worker will find out. Offloads that the host does not want it does not use.
+            let _ = wire.accept_offloads(features);
+        }
+        let first = self.engine.index * 2;
+        let (pair, ctrl): (Vec<_>, Vec<_>) = queues.into_iter().partition(|q| q.index == first || q.index == first + 1);
+        for queue in ctrl {
+            self.reactor.add_edge(&queue.kick, KICK)?;
+            self.ctrl = Some(Control::new(queue, features));
+        }
+        match self.lend(pair) {
+            Ok(()) => Ok(()),
+            Err(pair) => self.serve(pair),
+        }
+    }
+
+    /// Gives the pair to the kernel, if that serves here; else it comes back.
+    fn lend(&mut self, pair: Vec<ActiveQueue>) -> Result<(), Vec<ActiveQueue>> {
+        let Some(wire) = &self.engine.wire else { return Err(pair) };
+        let Some(vhost) = self.engine.vhost.take() else { return Err(pair) };
+        let taken = Service::start(vhost, &self.ram, self.features, pair, wire.fd()).map_err(|not| *not);
+        let watched = taken.and_then(|service| {
+            let relays =
+                service.relays().try_for_each(|(index, fd)| self.reactor.add_edge(fd, RELAY + u64::from(index)));
+            match relays.and_then(|()| self.reactor.add_edge(&service.errors, BROKEN)) {
+                Ok(()) => Ok(service),
+                Err(error) => {
+                    let (vhost, queues) = service.stop();
+                    Err(NotTaken { vhost, queues, error })
+                }
+            }
+        });
+        match watched {
+            Ok(service) => {
+                self.service = Some(service);
+                Ok(())
+            }
+            Err(NotTaken { vhost, queues, error }) => {
+                self.engine.vhost = Some(vhost);
+                let name = &self.engine.name;
+                self.engine
+                    .shared
+                    .tell(format!("{name}: vhost-net does not serve it, {error}; tare moves its packets"));
+                Err(queues)
             }
         }
-        let (counts, moved) = (engine.stats.read(), 0);
-        let pace = Pace::Well;
-        Self { engine, rx, tx, ctrl, reactor, _ram: ram, status, stop, dead: false, pace, moved, counts }
+    }
+
+    /// Serves the pair here.
+    fn serve(&mut self, pair: Vec<ActiveQueue>) -> io::Result<()> {
+        if let Some(wire) = &self.engine.wire {
+            self.reactor.add_edge(&wire.fd(), WIRE)?;
+        }
+        let [rx, tx] = &self.engine.limits;
+        for queue in pair {
+            self.reactor.add_edge(&queue.kick, KICK)?;
+            if queue.index % 2 == 0 {
+                let merged = self.features & feature::MRG_RXBUF != 0;
+                self.rx = Some(Receive::new(queue, merged, Limit::new(rx.clone())));
+            } else {
+                let out = self.engine.wire.as_deref().map_or_else(super::Outbox::packets, Wire::outbox);
+                self.tx = Some(Transmit::new(queue, out, Limit::new(tx.clone())));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the pair back from the kernel.
+    fn take_back(&mut self) -> io::Result<()> {
+        let Some(service) = self.service.take() else { return Ok(()) };
+        let (vhost, pair) = service.stop();
+        self.engine.vhost = Some(vhost);
+        self.serve(pair)
     }
 
     /// The thread's life.
@@ -171,9 +258,7 @@ impl Worker {
             let more = match self.turn() {
                 Ok(more) => more,
                 Err(fault) => {
-                    self.counts.faults += 1;
-                    self.dead = true;
-                    self.status.needs_reset(fault);
+                    self.break_down(fault);
                     false
                 }
             };
@@ -183,28 +268,50 @@ impl Worker {
                 break;
             }
         }
-        if let (Some(wire), Some(tx)) = (&mut self.engine.wire, &mut self.tx) {
-            wire.suspend(&mut tx.out);
+        self.finish()
+    }
+
+    /// Lets go of the guest's memory and gives the engine back.
+    fn finish(mut self) -> Box<Engine> {
+        if let Some(service) = self.service.take() {
+            self.engine.vhost = Some(service.stop().0);
         }
-        self.engine.stats.publish(&self.counts);
+        if let Some(wire) = &mut self.engine.wire {
+            match &mut self.tx {
+                Some(tx) => wire.suspend(&mut tx.out),
+                None => wire.suspend(&mut super::Outbox::packets()),
+            }
+        }
+        self.engine.stats.publish(self.engine.index, &self.counts);
         self.engine
+    }
+
+    fn break_down(&mut self, fault: GuestFault) {
+        self.counts.faults += 1;
+        self.dead = true;
+        if let Some(service) = self.service.take() {
+            self.engine.vhost = Some(service.stop().0);
+        }
+        self.status.needs_reset(fault);
     }
 
     /// One round over all queues; whether there may be more to do at once.
     fn turn(&mut self) -> Result<bool, GuestFault> {
+        self.wait = None;
         if self.dead {
             return Ok(false);
         }
         let mut more = false;
         if let Some(ctrl) = &mut self.ctrl {
-            let Engine { wire, shared, .. } = &mut *self.engine;
-            more |= ctrl.run(wire.as_mut(), shared, &mut self.counts)?;
+            let Engine { wire, shared, pairs, .. } = &mut *self.engine;
+            more |= ctrl.run(wire.as_mut(), shared, pairs, &mut self.counts)?;
         }
+        let active = self.engine.pairs.is_active(self.engine.index);
         if let Some(tx) = &mut self.tx {
-            let round = tx.run(self.engine.wire.as_mut(), &mut self.counts)?;
+            let round = tx.run(self.engine.wire.as_mut().filter(|_| active), &mut self.counts)?;
             more |= self.after(round);
         }
-        if let (Some(rx), Some(wire)) = (&mut self.rx, &mut self.engine.wire) {
+        if let (Some(rx), Some(wire), true) = (&mut self.rx, &mut self.engine.wire, active) {
             let round = rx.run(&mut **wire, &mut self.counts)?;
             more |= self.after(round);
         }
@@ -215,79 +322,85 @@ impl Worker {
         match round {
             Round::Idle => false,
             Round::More => true,
+            Round::Wait(wait) => {
+                self.wait = Some(self.wait.map_or(wait, |other| other.min(wait)));
+                false
+            }
+            // Its queue of the tap was detached meanwhile: the guest does not use the pair any more.
+            Round::Gone(_) if !self.engine.pairs.is_active(self.engine.index) => true,
             Round::Gone(error) => {
-                if let Some(mut wire) = self.engine.wire.take() {
-                    let _ = self.reactor.remove(&wire.fd());
-                    let why = wire.epitaph(&error);
-                    let line = format!(
-                        "{}: {why}; the guest's link is down, and stays so until tare is started again",
-                        self.engine.name
-                    );
-                    self.engine.shared.set_link(false, line);
-                }
-                self.pace = Pace::Well;
+                self.lose(&error);
                 // Packets that waited for it are given back.
                 true
             }
         }
     }
 
+    /// The wire is gone.
+    fn lose(&mut self, error: &io::Error) {
+        if let Some(mut wire) = self.engine.wire.take() {
+            let _ = self.reactor.remove(&wire.fd());
+            let why = wire.epitaph(error);
+            let name = &self.engine.name;
+            let line = format!("{name}: {why}; the guest's link is down, and stays so until tare is started again");
+            self.engine.shared.set_link(false, line);
+        }
+        self.watch.end();
+    }
+
     /// Watches over the wire; gives how long the worker may sleep.
     fn look_after(&mut self) -> Option<Duration> {
+        let active = self.engine.pairs.is_active(self.engine.index);
         let wire = self.engine.wire.as_deref()?;
+        if self.service.is_some() {
+            // The kernel says nothing when a tap vanishes.
+            if active && base::fd::is_broken(&wire.fd()) {
+                self.lose(&io::Error::from_raw_os_error(libc::EBADFD));
+                if let Err(e) = self.take_back() {
+                    self.status.host_failed(&e);
+                }
+            }
+            if self.engine.index == 0 {
+                self.engine.stats.look();
+            }
+            return Some(LOOK);
+        }
         let (moved, in_part) = wire.progress();
-        let moves = moved != self.moved;
-        self.moved = moved;
-        let waits_for_it = self.tx.as_ref().is_some_and(|tx| !tx.out.is_empty())
+        let waited_for = self.tx.as_ref().is_some_and(|tx| !tx.out.is_empty())
             || self.rx.as_ref().is_some_and(|rx| in_part && !rx.ready && !rx.starved);
-        let (name, patience) = (&self.engine.name, self.engine.patience);
-        match self.pace {
-            Pace::Stalled if moves => {
-                let line = format!("{name}: the other end moves again; the guest's link is up");
-                self.engine.shared.set_link(true, line);
-                self.pace = Pace::Well;
-            }
-            Pace::Stalled => {}
-            _ if self.dead || !waits_for_it => self.pace = Pace::Well,
-            Pace::Well => self.pace = Pace::Stuck(Instant::now()),
-            Pace::Stuck(_) if moves => self.pace = Pace::Stuck(Instant::now()),
-            Pace::Stuck(since) if since.elapsed() >= patience => {
-                let line = format!(
-                    "{name}: the other end has not moved for {} s; the guest's link is down until it does",
-                    patience.as_secs()
-                );
-                self.engine.shared.set_link(false, line);
-                self.pace = Pace::Stalled;
-            }
-            Pace::Stuck(_) => {}
-        }
-        match self.pace {
-            Pace::Stuck(since) => Some(patience.saturating_sub(since.elapsed())),
-            Pace::Well | Pace::Stalled => None,
-        }
+        let waited_for = waited_for && !self.dead && active;
+        let next = self.watch.look(moved, waited_for, &self.engine.name, &self.engine.shared);
+        [next, self.wait].into_iter().flatten().min()
     }
 
     fn sleep(&mut self, limit: Option<Duration>) -> io::Result<()> {
-        self.engine.stats.publish(&self.counts);
+        self.engine.stats.publish(self.engine.index, &self.counts);
         // Rounded up, so that the time is over when the wait is.
         let limit = limit.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).saturating_add(1));
+        let mut broken = false;
         for event in self.reactor.turn(limit)? {
             match event.token {
                 KICK => self.counts.kicks += 1,
-                WIRE => {
+                WIRE | WAKE => {
                     if let Some(rx) = &mut self.rx {
                         rx.ready = true;
+                    }
+                }
+                // Reported also when it is added.
+                BROKEN => broken = self.service.as_ref().is_some_and(|service| service.errors.read().is_ok()),
+                relay if relay >= RELAY => {
+                    if let Some(service) = &self.service {
+                        self.counts.interrupts += 1;
+                        service.relay((relay - RELAY) as u32);
                     }
                 }
                 _ => {}
             }
         }
         self.counts.wakes += 1;
+        if broken {
+            self.break_down(GuestFault::KernelRefused);
+        }
         Ok(())
     }
-}
-
-fn transmit(queue: ActiveQueue, wire: Option<&dyn Wire>) -> Transmit {
-    let out = wire.map_or_else(super::Outbox::packets, Wire::outbox);
-    Transmit::new(queue, out)
 }

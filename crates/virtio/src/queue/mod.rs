@@ -11,7 +11,7 @@ mod split;
 pub use chain::{Chain, window};
 pub(crate) use chain::{copy_in, copy_out};
 pub use config::QueueConfig;
-pub use split::Queue;
+pub use split::{Queue, RingPlaces};
 
 /// The largest queue that a device may offer. It bounds the work one chain can cause.
 pub const MAX_SIZE: u16 = 1024;

@@ -7,7 +7,7 @@
 
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
-use base::Seg;
+use base::{Hva, Seg};
 use mem::GuestRam;
 
 use super::{Chain, MAX_SIZE};
@@ -32,6 +32,21 @@ pub(super) struct Rings {
     pub avail: *mut u16,
     /// flags and idx in the first word, two words an element, avail_event in half a word.
     pub used: *mut u32,
+}
+
+/// A queue as the host's kernel takes it over: where its rings are in this process, and where it goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingPlaces {
+    /// Descriptor table.
+    pub desc: Hva,
+    /// Available ring.
+    pub avail: Hva,
+    /// Used ring.
+    pub used: Hva,
+    /// Entries.
+    pub size: u16,
+    /// Next available entry to take.
+    pub next: u16,
 }
 
 /// One descriptor, as read.
@@ -110,10 +125,23 @@ impl Queue {
     }
 
     /// Goes on where a queue with these rings was left: `index` is its available and its used index. For a queue that
-    /// was not used yet.
+    /// has nothing in flight.
     pub fn resume_at(&mut self, index: u16) {
         (self.next_avail, self.seen_avail) = (index, index);
         (self.next_used, self.told_used) = (index, index);
+    }
+
+    /// What somebody else needs to serve this queue, who comes back with an index for [`Queue::resume_at`]. The memory stays
+    /// mapped while this queue lives.
+    #[must_use]
+    pub fn places(&self) -> RingPlaces {
+        RingPlaces {
+            desc: Hva(self.rings.desc as u64),
+            avail: Hva(self.rings.avail as u64),
+            used: Hva(self.rings.used as u64),
+            size: self.size,
+            next: self.next_avail,
+        }
     }
 
     /// Entries in the queue.

@@ -6,6 +6,7 @@
 //! threads reach the guest through [`Lines`], without that mutex.
 
 use std::io;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
@@ -105,6 +106,10 @@ impl Interrupt for Lines {
 
     fn config(&self) {
         self.send(&self.config, 2);
+    }
+
+    fn queue_fd(&self, index: u16) -> Option<RawFd> {
+        self.lines.get(usize::from(self.get(Some(index))))?.lend()
     }
 }
 

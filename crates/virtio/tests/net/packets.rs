@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What each packet becomes on its way out and in, and what the control queue answers.
 
-use std::io::Write;
+use std::io::{Read, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use testkit::Buf;
 use virtio::device::VirtioDevice;
 use virtio::features;
 use virtio::net::{HEADER, feature};
+use virtio::throttle::Clock;
 
 use crate::rig::*;
 
@@ -272,4 +275,54 @@ fn a_buffer_too_small_for_a_header_comes_back_empty() {
     });
     assert_eq!(back[..2], [(small, 0), (head, 0)]);
     assert_eq!(back[2].1, 72);
+}
+
+/// Frames that the peer has by now, after the worker looked once more.
+fn arrived(rig: &mut Rig, peer: &mut Peer) -> usize {
+    let wakes = rig.wakes();
+    rig.kick(TX);
+    rig.until("the worker looks", |rig| {
+        rig.wakes() > wakes + 1 || {
+            rig.kick(TX);
+            false
+        }
+    });
+    peer.0.set_nonblocking(true).unwrap();
+    let mut bytes = Vec::new();
+    let end = peer.0.read_to_end(&mut bytes).unwrap_err();
+    assert_eq!(end.kind(), std::io::ErrorKind::WouldBlock);
+    peer.0.set_nonblocking(false).unwrap();
+    assert_eq!(bytes.len() % 64, 0);
+    bytes.len() / 64
+}
+
+/// Both directions are limited, each by tokens of its own; what has to wait is not lost.
+#[test]
+fn each_way_is_paid_in_its_own_tokens() {
+    const SECOND: u64 = 1_000_000_000;
+    let clock = Arc::new(AtomicU64::new(0));
+    let limits = spec::Net { pps: Some(1), pps_burst: Some(3), ..spec::Net::default() };
+    let (mut rig, mut peer) = Rig::limited(&limits, Clock::Manual(clock.clone()));
+    for i in 0..10 {
+        rig.send(&[i; 60], &[]);
+        rig.post(&[2000]);
+        peer.send(&[i; 60]);
+    }
+    rig.kick(RX);
+    let (mut out, mut back) = (0, 0);
+    for (now, tokens) in [(0, 3), (1, 4), (3, 6), (100, 9), (200, 10)] {
+        clock.store(now * SECOND, Ordering::Release);
+        while out < tokens {
+            out += arrived(&mut rig, &mut peer);
+        }
+        assert_eq!(out + arrived(&mut rig, &mut peer), tokens, "at {now} s");
+        rig.until("as many the other way", |rig| {
+            back += rig.received().len();
+            back == tokens
+        });
+    }
+    rig.device.reset();
+    let counts = rig.device.stats().read();
+    assert_eq!((counts.sent, counts.received, counts.sent_dropped, counts.received_dropped), (10, 10, 0, 0));
+    assert!(counts.throttled >= 2 && counts.throttled_ns > 0, "{counts:?}");
 }

@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
 use spec::{FromText, Mac};
+use testkit::Buf;
 use virtio::net::{Net, feature};
 
 use crate::rig::*;
@@ -177,6 +178,142 @@ fn large_inside() {
 }
 
 #[test]
+fn a_tap_spreads_packets_over_the_pairs_in_use() {
+    apart("real::pairs_inside");
+}
+
+/// One UDP packet of each of many flows, to a guest that answers nothing; gives how many came to each pair.
+fn flows(rig: &mut Rig, pairs: usize) -> Vec<usize> {
+    for pair in 0..pairs {
+        while rig.queues[2 * pair].free() > 0 {
+            let at = 0x40_0000 + pair as u64 * 0x20_0000 + rig.queues[2 * pair].free() as u64 * 2048;
+            rig.queues[2 * pair].send(&[Buf::write(at, 2000)]);
+        }
+        rig.kick(2 * pair);
+    }
+    let start = rig.device.stats().read().received;
+    for port in 0..100u16 {
+        let socket = std::net::UdpSocket::bind(("10.9.8.1", 20000 + port)).unwrap();
+        socket.send_to(b"flow", ("10.9.8.2", 30000 + port)).unwrap();
+    }
+    let mut seen = vec![0; pairs];
+    rig.until("a hundred packets", |rig| rig.device.stats().read().received >= start + 100);
+    for (pair, seen) in seen.iter_mut().enumerate() {
+        while rig.queues[2 * pair].used().is_some() {
+            *seen += 1;
+        }
+    }
+    seen
+}
+
+#[test]
+#[ignore = "the one above runs it"]
+fn pairs_inside() {
+    let spec = spec::Net::from_text("tap=t0,mac=52:54:00:01:02:03,queues=3").unwrap();
+    let Ok(device) = Net::open(&spec, 0) else { return eprintln!("skipped: no taps") };
+    ip("addr add 10.9.8.1/24 dev t0");
+    ip("link set t0 up");
+    ip("neigh add 10.9.8.2 lladdr 52:54:00:01:02:03 dev t0");
+    let mut rig = Rig::new(device, AGREED | feature::MQ);
+    assert_eq!(rig.config()[8..10], [3, 0]);
+    assert_eq!(flows(&mut rig, 3)[1..], [0, 0], "one pair after a reset");
+    assert_eq!(rig.command(&[4, 0, 3, 0]), 0);
+    let seen = flows(&mut rig, 3);
+    assert!(seen.iter().all(|n| *n > 0), "{seen:?}");
+    assert_eq!(rig.command(&[4, 0, 2, 0]), 0);
+    assert_eq!(flows(&mut rig, 3)[2], 0);
+    for bad in [&[4, 0, 0, 0][..], &[4, 0, 4, 0], &[4, 0, 0xff, 0xff], &[4, 0, 1], &[4, 1, 1, 0]] {
+        assert_eq!(rig.command(bad), 1, "{bad:?}");
+    }
+    rig.restart();
+    assert_eq!(flows(&mut rig, 3)[1..], [0, 0], "one pair after a reset");
+    assert_eq!(rig.command(&[4, 0, 3, 0]), 0);
+    ip("link del t0");
+    rig.until("a link that is down", |rig| !rig.link_is_up());
+    let news = rig.port.take_news();
+    assert!(news.len() == 1 && news[0].contains("tap t0 is gone"), "said once: {news:?}");
+    assert!(!rig.is_broken());
+}
+
+#[test]
+fn vhost_net_carries_packets_until_the_tap_vanishes() {
+    if !std::path::Path::new("/dev/vhost-net").exists() {
+        return eprintln!("skipped: this host has no /dev/vhost-net");
+    }
+    apart("real::vhost_inside");
+}
+
+/// An echo through the host's kernel, of so many bytes.
+fn echo(rig: &mut Rig, kernel: [u8; 6], len: usize) {
+    let mut echo = vec![8, 0, 0, 0, 0, 7, 0, 1];
+    echo.extend(Rng::new(len as u64).bytes(len));
+    let check = sum(&echo).to_be_bytes();
+    echo[2..4].copy_from_slice(&check);
+    rig.send(&ethernet(kernel, 0x0800, &ipv4(1, HERE, THERE, &echo)), &[12, 14, 20]);
+    rig.kick(TX);
+    let back = next(rig, |f| kind(f) == 0x0800 && f[23] == 1 && f[34] == 0);
+    assert_eq!(back[42..][..len], echo[8..], "the kernel echoes what it was sent");
+    rig.sent();
+}
+
+fn kernel_address() -> [u8; 6] {
+    let text = std::fs::read_to_string("/sys/class/net/t0/address").or_else(|_| {
+        let out = Command::new("ip").args(["-o", "link", "show", "t0"]).output()?;
+        let text = String::from_utf8_lossy(&out.stdout).into_owned();
+        let (_, rest) = text.split_once("link/ether ").ok_or(std::io::ErrorKind::NotFound)?;
+        Ok::<_, std::io::Error>(rest.split(' ').next().unwrap_or_default().to_owned())
+    });
+    text.unwrap().trim().parse::<Mac>().unwrap().0
+}
+
+#[test]
+#[ignore = "the one above runs it"]
+fn vhost_inside() {
+    let spec = spec::Net::from_text("tap=t0,vhost=on,mac=52:54:00:01:02:03").unwrap();
+    let device = Net::open(&spec, 0).unwrap();
+    assert_eq!(device.port().take_news(), [""; 0], "vhost-net can be opened");
+    ip("addr add 10.9.8.1/24 dev t0");
+    ip("link set t0 up");
+    ip("neigh add 10.9.8.2 lladdr 52:54:00:01:02:03 dev t0");
+    let kernel = kernel_address();
+    let mut rig = Rig::new(device, AGREED);
+    for round in 0..3 {
+        fill(&mut rig);
+        for len in [1, 56, 1400] {
+            echo(&mut rig, kernel, len);
+        }
+        let counts = rig.device.stats().read();
+        assert_eq!((counts.faults, counts.kicks > 10), (0, false), "no packet comes this way: {counts:?}");
+        assert!(rig.irq.pulses() > 0, "the kernel's signals are passed on");
+        assert_eq!(rig.port.take_news(), [""; 0], "round {round}");
+        rig.restart();
+    }
+    // A ring that the kernel does not like stops the device and nothing else.
+    rig.queues[TX].set_desc(0, u64::MAX - 8, 64, 0, 0);
+    rig.queues[TX].publish(0);
+    rig.kick(TX);
+    rig.until("needs reset", |rig| rig.is_broken());
+    let mut rig = Rig::new(rig.into_device(), AGREED);
+    fill(&mut rig);
+    echo(&mut rig, kernel, 99);
+    ip("link del t0");
+    rig.until("a link that is down", |rig| !rig.link_is_up());
+    let news = rig.port.take_news();
+    assert!(news.len() == 1 && news[0].contains("tap t0 is gone"), "{news:?}");
+    // The worker has the rings again, where the kernel left them.
+    for _ in 0..10 {
+        rig.send(&[1; 60], &[]);
+    }
+    rig.kick(TX);
+    let mut back = 0;
+    rig.until("the packets' end", |rig| {
+        back += rig.sent().len();
+        back == 10
+    });
+    assert!(!rig.is_broken());
+}
+
+#[test]
 fn passt_gives_an_address_and_its_end_takes_the_link_down() {
     if Command::new("passt").arg("--version").output().is_err() {
         return eprintln!("skipped: passt is not installed");
@@ -225,6 +362,7 @@ fn what_can_not_be_opened_says_why() {
     let (socket, _peer) = UnixStream::pair().unwrap();
     let fd = std::os::fd::AsRawFd::as_raw_fd(&socket);
     assert!(says(&format!("tap,fd={fd}")).starts_with(&format!("descriptor {fd} is not a tap: net3")));
+    assert!(says("tap,fd=9,vhostfd=9").starts_with("descriptor 9 is not"), "neither a tap nor vhost-net");
     let file = std::fs::File::open("/dev/null").unwrap();
     let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
     assert!(says(&format!("user,fd={fd}")).contains("is not a connected stream socket: net3"));

@@ -17,6 +17,7 @@ use testkit::{Buf, GuestQueue};
 use virtio::device::{Activation, ActiveQueue, DeviceStatus, QueueIrq, VirtioDevice, status};
 use virtio::features;
 use virtio::net::{HEADER, Net, NetPort, feature};
+use virtio::throttle::Clock;
 
 pub const RX: usize = 0;
 pub const TX: usize = 1;
@@ -30,7 +31,6 @@ pub const AGREED: u64 = features::TRANSPORT
     | feature::CTRL_MAC_ADDR
     | feature::MAC;
 
-const SIZES: [u16; 3] = [256, 256, 64];
 const RAM: u64 = 64 << 20;
 /// Transmit buffers, then receive buffers; rings lie below.
 const TX_HEAP: u64 = 1 << 20;
@@ -63,6 +63,8 @@ pub struct Rig {
     pub status: Arc<DeviceStatus>,
     kicks: Vec<EventFd>,
     agreed: u64,
+    /// The control queue, which follows the pairs that the guest may use.
+    ctrl: usize,
     /// Receive buffers by head.
     posted: HashMap<u16, Vec<Buf>>,
     tx_heap: u64,
@@ -95,6 +97,14 @@ impl Rig {
         Self::with(AGREED, None)
     }
 
+    /// A guest whose packets cost tokens, by a clock of the test's own.
+    pub fn limited(limits: &spec::Net, clock: Clock) -> (Self, Peer) {
+        let (here, there) = UnixStream::pair().unwrap();
+        here.set_read_timeout(Some(Duration::from_secs(SECONDS))).unwrap();
+        let spec = spec::Net { fd: Some(there.as_raw_fd() as u32), ..limits.clone() };
+        (Self::new(Net::open(&spec, 0).unwrap().with_clock(clock), AGREED), Peer(here))
+    }
+
     pub fn with(agreed: u64, patience: Option<Duration>) -> (Self, Peer) {
         let (here, there) = UnixStream::pair().unwrap();
         here.set_read_timeout(Some(Duration::from_secs(SECONDS))).unwrap();
@@ -112,11 +122,12 @@ impl Rig {
         let mut rig = Self {
             queues: Vec::new(),
             port: device.port(),
-            device,
             status: Arc::new(DeviceStatus::new(irq.clone())),
             irq,
-            kicks: SIZES.iter().map(|_| EventFd::new(EFD_NONBLOCK).unwrap()).collect(),
+            kicks: device.queue_sizes().iter().map(|_| EventFd::new(EFD_NONBLOCK).unwrap()).collect(),
+            ctrl: if agreed & feature::MQ == 0 { CTRL } else { device.queue_sizes().len() - 1 },
             agreed,
+            device,
             posted: HashMap::new(),
             tx_heap: TX_HEAP,
             rx_heap: RX_HEAP,
@@ -128,8 +139,10 @@ impl Rig {
 
     /// Hands empty rings to the device, as the transport does at `DRIVER_OK`.
     pub fn activate(&mut self) {
-        self.queues =
-            (0u64..).zip(SIZES).map(|(i, size)| GuestQueue::new(&self.ram, 0x1_0000 * (i + 1), size)).collect();
+        self.queues = (0u64..)
+            .zip(self.device.queue_sizes())
+            .map(|(i, &size)| GuestQueue::new(&self.ram, 0x1_0000 * (i + 1), size))
+            .collect();
         self.posted.clear();
         let queues = (0u16..).zip(&self.queues).zip(&self.kicks).map(|((index, queue), kick)| ActiveQueue {
             index,
@@ -257,9 +270,10 @@ impl Rig {
         let mut bufs = self.readable(bytes, &[2]);
         self.ram.write_bytes(Gpa(0x8000), &[0xcc]).unwrap();
         bufs.push(Buf::write(0x8000, 1));
-        let head = self.queues[CTRL].send(&bufs);
-        self.kick(CTRL);
-        self.until("an answer", |rig| rig.queues[CTRL].used() == Some((head, 1)));
+        let ctrl = self.ctrl;
+        let head = self.queues[ctrl].send(&bufs);
+        self.kick(ctrl);
+        self.until("an answer", |rig| rig.queues[ctrl].used() == Some((head, 1)));
         let mut ack = [0; 1];
         self.ram.read_bytes(Gpa(0x8000), &mut ack).unwrap();
         ack[0]
@@ -278,6 +292,12 @@ impl Rig {
 
     pub fn is_broken(&self) -> bool {
         self.status.get() & status::NEEDS_RESET != 0
+    }
+
+    /// The device, reset, for another guest.
+    pub fn into_device(mut self) -> Net {
+        self.device.reset();
+        self.device
     }
 
     pub fn wakes(&self) -> u64 {

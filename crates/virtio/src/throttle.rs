@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rate limits of a disk: a token bucket for bytes and one for requests. All queues of the disk draw from the same two,
-//! each from its own thread; a bucket is one atomic word, so nobody takes a lock.
+//! Rate limits of a device: a token bucket for bytes and one for requests. All queues of a disk draw from the same two,
+//! those of a NIC from two for each direction, each queue from its own thread; a bucket is one atomic word, so nobody takes a
+//! lock.
 //!
 //! A request goes ahead when each bucket holds at least one token, and is charged what it costs once its size is known. A
 //! bucket may end below zero: a request larger than its bucket passes, and those after it wait until the debt is paid.
@@ -79,7 +80,7 @@ impl Bucket {
     }
 }
 
-/// The limits of one disk.
+/// The limits of one device, or of one of its directions.
 #[derive(Debug)]
 pub struct Throttle {
     clock: Clock,
