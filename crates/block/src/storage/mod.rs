@@ -177,6 +177,17 @@ impl Storage {
         }
     }
 
+    /// Whether a write that makes the file longer costs less than one into space that was set aside: where the page cache
+    /// does not stand between, file systems turn such space into data with each write.
+    pub fn extends_cheaply(&self) -> bool {
+        match self {
+            Self::File(s) => s.plain().is_some_and(|(_, direct)| direct),
+            Self::Faults(s) => s.inner().extends_cheaply(),
+            Self::Record(_) => true,
+            Self::Mem(_) | Self::Gone => false,
+        }
+    }
+
     /// Makes everything that is done durable, its length too, and waits for that, whoever is attached.
     pub fn sync_now(&self) -> io::Result<()> {
         let mut own = self.share().ok_or_else(|| io::Error::from_raw_os_error(libc::EOPNOTSUPP))?;

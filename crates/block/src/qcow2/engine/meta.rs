@@ -180,14 +180,22 @@ impl Meta {
         }
     }
 
-    /// Up to `most` adjacent host clusters.
+    /// Up to `most` adjacent host clusters; see [`Refs::alloc`].
     ///
     /// # Errors
-    /// See [`Refs::alloc`]; `EROFS` without refcounts.
-    pub fn alloc(&mut self, most: u64) -> Result<Run, Need> {
+    /// See there; `EROFS` without refcounts.
+    pub fn alloc(&mut self, most: u64, grow: bool) -> Result<Run, Need> {
         let refs = self.refs.as_mut().ok_or_else(|| io::Error::from_raw_os_error(libc::EROFS))?;
         self.cycles.dirty = true;
-        refs.alloc(most, &mut self.side)
+        refs.alloc(most, grow, &mut self.side)
+    }
+
+    /// Makes the file reach up to the end of cluster `end - 1`.
+    ///
+    /// # Errors
+    /// See [`Refs::reach`].
+    pub fn reach(&mut self, end: u64) -> io::Result<()> {
+        self.refs.as_mut().map_or(Ok(()), |refs| refs.reach(end, &mut self.side))
     }
 
     /// Takes back a cluster that [`Meta::alloc`] gave, nothing having referred to it.
@@ -316,7 +324,7 @@ impl Meta {
             // Nobody changes it while it is shared: the copy stays true until it is used.
             return Err(Need::Read(Want::Table(index, old.offset)));
         }
-        let run = self.alloc(1).inspect_err(|need| {
+        let run = self.alloc(1, true).inspect_err(|need| {
             if matches!(need, Need::Failed(_)) {
                 self.fetches.copies.remove(&index);
             }

@@ -215,7 +215,10 @@ impl Refs {
     }
 
     /// Makes the file reach up to the end of cluster `end - 1`.
-    fn reach(&mut self, end: u64, storage: &mut Storage) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// `ENOSPC`, or what the host says.
+    pub fn reach(&mut self, end: u64, storage: &mut Storage) -> io::Result<()> {
         let bytes = end.checked_mul(1 << self.cluster_bits).filter(|b| *b < 1 << 55).ok_or_else(no_space)?;
         if bytes <= self.file_len {
             return Ok(());
@@ -233,11 +236,22 @@ impl Refs {
         Ok(())
     }
 
-    /// Up to `most` adjacent clusters, at least one, each with a refcount of one from now on.
+    /// Whether the file ends before cluster `end` does.
+    pub fn short_of(&self, end: u64) -> bool {
+        end << self.cluster_bits > self.file_len
+    }
+
+    /// The file was written up to the end of cluster `end - 1`.
+    pub fn reached(&mut self, end: u64) {
+        self.file_len = self.file_len.max(end << self.cluster_bits);
+    }
+
+    /// Up to `most` adjacent clusters, at least one, each with a refcount of one from now on; `grow`: the file reaches up to
+    /// their end.
     ///
     /// # Errors
     /// A block to read; `ENOSPC`; `EIO` where the image is damaged. Nothing is allocated then.
-    pub fn alloc(&mut self, most: u64, storage: &mut Storage) -> Result<Run, Need> {
+    pub fn alloc(&mut self, most: u64, grow: bool, storage: &mut Storage) -> Result<Run, Need> {
         loop {
             let (index, entry) = self.split(self.guess);
             if self.ensure_block(index, storage)? {
@@ -258,7 +272,9 @@ impl Refs {
                 // A table lies in a cluster that nobody refers to: one step further and it would be overwritten.
                 return Err(damaged().into());
             }
-            self.reach(first + run, storage)?;
+            if grow {
+                self.reach(first + run, storage)?;
+            }
             for cluster in first..first + run {
                 self.set(cluster, 1)?;
             }
@@ -282,7 +298,7 @@ impl Refs {
     pub fn alloc_exact(&mut self, count: u64, storage: &mut Storage) -> Result<Run, Need> {
         let mut misfits = Vec::new();
         let found = loop {
-            match self.alloc(count, storage) {
+            match self.alloc(count, true, storage) {
                 Ok(run) if run.count == count => break Ok(run),
                 Ok(run) => misfits.push(run),
                 Err(e) => break Err(e),

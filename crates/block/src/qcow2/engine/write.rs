@@ -27,8 +27,10 @@ const LONGEST: u64 = 2 << 20;
 enum Pad {
     /// Nothing: the file has zeroes there.
     Nothing,
-    /// Zeroes.
+    /// Zeroes, written with the data.
     Zeroes,
+    /// Zeroes, whole blocks of them by `fallocate`.
+    Beside,
     /// What was there before: in the head's buffer, or the tail's.
     Old,
 }
@@ -77,13 +79,18 @@ impl Alloc {
         matches!((&self.head, &self.tail), (Pad::Nothing, Pad::Nothing))
     }
 
-    /// The ranges of the padding, if any, that become zeroes by themselves where `least` bytes are worth it: before the data
-    /// and behind it.
-    fn beside(&self, least: u64) -> [(u64, u64); 2] {
-        let head = if matches!(self.head, Pad::Zeroes) { (self.from, self.data.0 & !(BLOCK - 1)) } else { (0, 0) };
-        let tail =
-            if matches!(self.tail, Pad::Zeroes) { (self.data.1.next_multiple_of(BLOCK), self.to) } else { (0, 0) };
-        [head, tail].map(|(from, to)| if to.saturating_sub(from) >= least { (from, to) } else { (0, 0) })
+    /// Whether its one write covers its clusters whole.
+    fn covers(&self, bits: u32) -> bool {
+        let whole = (self.from, self.to) == (self.cluster << bits, (self.cluster + self.count) << bits);
+        whole && !matches!((&self.head, &self.tail), (Pad::Beside, _) | (_, Pad::Beside))
+    }
+
+    /// The ranges of the padding that become zeroes by themselves: before the data and behind it.
+    fn beside(&self) -> [(u64, u64); 2] {
+        let is = |pad: &Pad| matches!(pad, Pad::Beside);
+        let head = (self.from, self.data.0 & !(BLOCK - 1));
+        let tail = (self.data.1.next_multiple_of(BLOCK), self.to);
+        [if is(&self.head) { head } else { (0, 0) }, if is(&self.tail) { tail } else { (0, 0) }]
     }
 }
 
@@ -244,19 +251,23 @@ impl Handle {
             // It became so since we looked.
             return;
         }
-        let (host, count, kept, fresh) = match self.place_for(&mut meta, top, task, &old) {
+        // A request that is alone makes the file longer by its own write, if that ends where its clusters do.
+        let alone = self.tasks.len() == 1 && meta.in_flight.is_empty() && meta.side.extends_cheaply();
+        let place = match self.place_for(&mut meta, top, task, &old, !alone) {
             Ok(place) => place,
             Err(need) => return self.lacks(index, task, (top, meta), need),
         };
-        let data = (task.cursor, task.end.min((cluster + count) << top.layout.cluster_bits));
+        let (bits, count) = (top.layout.cluster_bits, place.count);
+        let data = (task.cursor, task.end.min((cluster + count) << bits));
         let last = entry(top, cluster + count - 1).unwrap_or(Mapping::Unallocated);
-        let (from, to) = bounds(top, data, &old, &last, kept);
-        let place = Place { cluster, count, host, kept, fresh };
+        let (from, to) = bounds(top, data, &old, &last, place.kept);
         let plan = |ask| self.plan(index, top, &place, (from, to, data), ask);
         let mut alloc = plan(false);
-        let open = alloc.bare() && fresh && !top.layout.extended && !top.layout.data_file;
+        let end = (place.host >> bits) + count;
+        let short = !top.layout.data_file && meta.refs.as_ref().is_some_and(|refs| refs.short_of(end));
+        let open = alloc.bare() && place.fresh && !short && !top.layout.extended && !top.layout.data_file;
         for i in 0..count {
-            let host = host + (i << top.layout.cluster_bits);
+            let host = place.host + (i << bits);
             let flight = InFlight { host, open, users: 1, published: false, waiters: Vec::new() };
             meta.in_flight.insert(cluster + i, flight);
             meta.pin(slot);
@@ -266,23 +277,27 @@ impl Handle {
             // Files are asked without the lock: nobody else changes these clusters now.
             alloc = plan(true);
         }
+        let mut meta = (short && !alloc.covers(bits)).then(|| top.lock());
+        if let Some(meta) = &mut meta
+            && let Err(e) = meta.reach(end)
+        {
+            task.errno = e.raw_os_error().unwrap_or(libc::EIO);
+            (cluster..cluster + count).for_each(|c| leave(meta, top, c, place.kept));
+            return;
+        }
+        drop(meta);
         self.begin(task, alloc);
     }
 
-    /// Where `task` goes on writing: offset of the host clusters, how many, whether they were set aside before, and whether
-    /// the file has zeroes there.
-    fn place_for(
-        &self,
-        meta: &mut Meta,
-        top: &Image,
-        task: &Task,
-        old: &Mapping,
-    ) -> Result<(u64, u64, bool, bool), Need> {
+    /// Where `task` goes on writing; `grow`: the file is to reach so far.
+    fn place_for(&self, meta: &mut Meta, top: &Image, task: &Task, old: &Mapping, grow: bool) -> Result<Place, Need> {
         let bits = top.layout.cluster_bits;
         let cluster = task.cursor >> bits;
         match *old {
             Mapping::Zero { host: Some(host), copied: true }
-            | Mapping::Partial(Partial { host: Some(host), copied: true, .. }) => return Ok((host, 1, true, false)),
+            | Mapping::Partial(Partial { host: Some(host), copied: true, .. }) => {
+                return Ok(Place { cluster, count: 1, host, kept: true, fresh: false });
+            }
             _ => {}
         }
         let (slice, _) = top.place(cluster);
@@ -308,11 +323,12 @@ impl Handle {
             let hole = self.chain.files.get(file).map_or(0, |f| f.hole_end(host));
             meta.cycles.dirty = true;
             let fresh = top.cipher.is_none() && hole >= (cluster + count) << bits;
-            return Ok((host, count, false, fresh));
+            return Ok(Place { cluster, count, host, kept: false, fresh });
         }
-        let run = meta.alloc(count)?;
+        let run = meta.alloc(count, grow)?;
         // Zeroes in the file are no zeroes of an encrypted disk.
-        Ok((run.first << bits, run.count, false, run.fresh && top.cipher.is_none()))
+        let fresh = run.fresh && top.cipher.is_none();
+        Ok(Place { cluster, count: run.count, host: run.first << bits, kept: false, fresh })
     }
 
     /// Decides what goes around the data, as far as that is known, or after asking files where they have holes.
@@ -323,17 +339,24 @@ impl Handle {
             let start = host + (from - (cluster << top.layout.cluster_bits));
             ask && top.cipher.is_none() && file.is_some_and(|f| f.hole_end(start) >= start + (to - from))
         };
-        let pad = |from: u64, to: u64| {
+        let beside = |from: u64, to: u64| {
+            let len = to.saturating_sub(from);
+            ask && len > 0 && top.cipher.is_none() && self.roomy() && len >= top.zeros.least(top.cow == Cow::Explicit)
+        };
+        // The last two: the whole blocks in it.
+        let pad = |from: u64, to: u64, first: u64, end: u64| {
             if from >= to {
                 return Pad::Nothing;
             }
             match (zeroes(&self.chain, (top.cow, ask), from, to), top.cow) {
                 (None, _) => Pad::Old,
                 (Some(_), Cow::ZeroAware) | (Some(true), Cow::Unallocated) if fresh || hole(from, to) => Pad::Nothing,
+                (Some(_), _) if beside(first, end) => Pad::Beside,
                 (Some(_), _) => Pad::Zeroes,
             }
         };
-        let (head, tail) = (pad(from, data.0), pad(data.1, to));
+        let head = pad(from, data.0, from, data.0 & !(BLOCK - 1));
+        let tail = pad(data.1, to, data.1.next_multiple_of(BLOCK), to);
         let (from, to) = (
             if matches!(head, Pad::Nothing) { data.0 } else { from },
             if matches!(tail, Pad::Nothing) { data.1 } else { to },
@@ -428,7 +451,7 @@ impl Handle {
             self.allocs.put(index, alloc);
             return self.filled(index, errno);
         }
-        let zeroes = self.zeroes_beside(&alloc);
+        let zeroes = alloc.beside();
         let from = if zeroes[0].1 > 0 { zeroes[0].1 } else { alloc.from };
         let to = if zeroes[1].1 > 0 { zeroes[1].0 } else { alloc.to };
         let (head, tail) = (alloc.data.0 - from, to - alloc.data.1);
@@ -459,16 +482,6 @@ impl Handle {
         self.issue(file, Tag::Fill(index), Op::Write, host + (from - first), to - from, &segs);
     }
 
-    /// The zeroes around an allocation's data that are not written with it.
-    fn zeroes_beside(&self, alloc: &Alloc) -> [(u64, u64); 2] {
-        let padded = matches!(alloc.head, Pad::Zeroes) || matches!(alloc.tail, Pad::Zeroes);
-        let Some(top) = self.top().filter(|top| padded && top.cipher.is_none() && self.roomy()) else {
-            return [(0, 0); 2];
-        };
-        let by_name = top.cow == Cow::Explicit;
-        alloc.beside(top.zeros.least(by_name))
-    }
-
     /// A write of an allocation is done, or not; after the last one the table says so.
     pub(super) fn filled(&mut self, index: u32, errno: i32) {
         let Some(alloc) = self.allocs.get_mut(index) else { return };
@@ -485,6 +498,10 @@ impl Handle {
         let Some(top) = chain.top() else { return };
         let bits = top.layout.cluster_bits;
         let mut meta = top.lock();
+        let end = (alloc.host >> bits) + alloc.count;
+        if let Some(refs) = meta.refs.as_mut().filter(|_| errno == 0 && !top.layout.data_file && alloc.covers(bits)) {
+            refs.reached(end);
+        }
         for cluster in alloc.cluster..alloc.cluster + alloc.count {
             if errno == 0 {
                 let (start, end) = (cluster << bits, (cluster + 1) << bits);
