@@ -5,7 +5,8 @@
 //! Why at once: a read that hits the page cache and a write that goes into it are a copy, and one plain system call is the
 //! cheapest copy there is. File systems make io_uring hand buffered writes and every `fsync` to kernel threads, which
 //! costs two context switches per request, the more so where worker and vCPU share a CPU. What turns out to wait
-//! (a cache miss, a throttled write, a slow flush) goes to the back end, and [`Patience`] remembers it.
+//! (a cache miss, a throttled write, a slow flush) goes to the back end, and [`Patience`] remembers it. So do long copies
+//! while several requests are under way: two threads that copy are faster than one.
 
 use std::fs::File;
 use std::io;
@@ -28,6 +29,11 @@ use super::uring::Uring;
 
 /// An operation that held the worker longer than this should have gone to the back end.
 const LONG: Duration = Duration::from_millis(1);
+
+/// To copy so many bytes takes longer than to hand them to another thread.
+const LONG_COPY: u64 = 32 << 10;
+/// So many requests that are under way, or served and not yet taken, make a crowd.
+const CROWD: usize = 4;
 
 /// Nanoseconds a byte of a large write may take beyond that: 256 MB/s.
 const SLOWEST: u64 = 4;
@@ -70,6 +76,8 @@ pub struct FileStorage {
     writes: Patience,
     flushes: Patience,
     around: Option<Box<Around>>,
+    /// Another thread could run beside this one.
+    several_cpus: bool,
 }
 
 /// Which flushes have anything to do; one for all storages on the same open file.
@@ -96,6 +104,7 @@ impl FileStorage {
         let around = if wanted && !options.readonly { Around::new(&open.file) } else { None };
         Self {
             around,
+            several_cpus: std::thread::available_parallelism().is_ok_and(|n| n.get() > 1),
             bounce: Bounce::new(open.direct_align),
             file: Arc::new(open.file),
             block_device: open.block_device,
@@ -132,6 +141,7 @@ impl FileStorage {
             durable: Arc::clone(&self.durable),
             bounce: self.bounce.share(),
             around: self.around.as_ref().and_then(|around| Around::new(&around.file)),
+            several_cpus: self.several_cpus,
             reads: Patience::default(),
             writes: Patience::default(),
             flushes: Patience::default(),
@@ -253,9 +263,11 @@ impl FileStorage {
         if let Some(slot) = self.kinds.get_mut(index) {
             *slot = kind;
         }
+        // The ring would copy what is cached on this thread, as soon as it is told of it.
+        let apart = self.aio == Aio::Auto && !self.direct && kind == Kind::Read && self.crowded(request.len);
         self.in_flight += 1;
         match &mut self.back {
-            Back::Uring(ring) => ring.submit(request),
+            Back::Uring(ring) => ring.submit(request, apart),
             Back::Threads(pool) => pool.submit(request),
             // `try_at_once` leaves nothing over without a back end.
             Back::None => {}
@@ -296,7 +308,7 @@ impl FileStorage {
                 if let Some(done) = self.write_around(request) {
                     return Some(done);
                 }
-                if !self.writes.try_now() {
+                if self.crowded(len) || !self.writes.try_now() {
                     return None;
                 }
                 let start = coarse_now();
@@ -316,6 +328,11 @@ impl FileStorage {
                 Some(result)
             }
         }
+    }
+
+    /// Whether a copy is long and others wait behind it: then a thread of the kernel's does it meanwhile.
+    fn crowded(&self, len: u64) -> bool {
+        self.several_cpus && len >= LONG_COPY && self.ready.len() + self.in_flight >= CROWD
     }
 
     /// Writes around the page cache if that is the thing to do.
@@ -341,7 +358,7 @@ impl FileStorage {
     }
 
     fn read_cached(&mut self, request: &Request<'_>) -> Option<io::Result<()>> {
-        if request.segs.len() > sys::MAX_SEGS || !self.reads.try_now() {
+        if self.crowded(request.len) || request.segs.len() > sys::MAX_SEGS || !self.reads.try_now() {
             return None;
         }
         match sys::read_nowait(&self.file, request.segs, request.offset) {

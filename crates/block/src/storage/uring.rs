@@ -29,8 +29,8 @@ const ENTRIES: u32 = 128;
 const LONGEST: u64 = 1 << 30;
 /// So many requests in flight are worth waiting for several of them.
 const MANY: usize = 8;
-/// One in so many of them is waited for.
-const PART: usize = 4;
+/// One in so many of them is waited for. More would save more calls, and leave the device with less to do meanwhile.
+const PART: usize = 8;
 /// Longest such wait.
 const LINGER: Duration = Duration::from_micros(60);
 /// Longest piece of memory that the kernel registers, bytes.
@@ -53,6 +53,8 @@ struct Flight {
     rest: Vec<Seg>,
     /// The registered memory that all of it lies in.
     region: Option<u16>,
+    /// A thread of the kernel's does it.
+    apart: bool,
 }
 
 /// A ring and what flies in it.
@@ -165,8 +167,8 @@ impl Uring {
         self.regions.iter().position(|r| seg.len <= r.len && holds(r)).map(|at| at as u16)
     }
 
-    /// Queues a request.
-    pub fn submit(&mut self, request: &Request<'_>) {
+    /// Queues a request. One that is to be done `apart` is done by a thread of the kernel's, even if it could be done at once.
+    pub fn submit(&mut self, request: &Request<'_>, apart: bool) {
         let Request { id, op, offset, len, segs } = *request;
         let quick = op == Op::WriteZeroes { unmap: false } && !self.block_device;
         if self.broken || (matches!(op, Op::Discard | Op::WriteZeroes { .. }) && !quick) {
@@ -182,7 +184,7 @@ impl Uring {
         }
         let Some(flight) = self.flights.get_mut(index) else { return };
         flight.op = Some(op);
-        flight.region = region;
+        (flight.region, flight.apart) = (region, apart);
         (flight.offset, flight.len, flight.done) = (offset, len, 0);
         flight.segs.clear();
         flight.segs.extend_from_slice(segs);
@@ -194,7 +196,8 @@ impl Uring {
     /// Puts the flight's next (or only) entry into the submission queue.
     fn push(&mut self, id: u16) {
         let Some(flight) = self.flights.get(usize::from(id)) else { return };
-        let entry = flight.entry().user_data(u64::from(id));
+        let flags = if flight.apart { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
+        let entry = flight.entry().user_data(u64::from(id)).flags(flags);
         if self.ring.submission().is_full() {
             self.commit();
         }

@@ -120,6 +120,8 @@ pub enum Tag {
     Sealed(Box<Sealed>),
     /// What was to be written, encrypted: the buffer it is in.
     Seals(Box<Tag>, AlignedBuf),
+    /// All of a request of the user, and its ticket.
+    Straight(u16, Option<usize>),
 }
 
 /// Encrypted data on its way.
@@ -298,7 +300,9 @@ impl Handle {
     pub fn submit(&mut self, request: &Request<'_>) {
         let Request { id, op, offset, len, segs } = *request;
         if let Err(errno) = self.check(request) {
-            self.done.push(Completion { id, result: Err(io::Error::from_raw_os_error(errno)) });
+            return self.answer(id, errno);
+        }
+        if matches!(op, Op::Read | Op::Write) && self.go_straight(request) {
             return;
         }
         let kind = match op {
@@ -466,7 +470,12 @@ impl Handle {
         self.send(file, Tag::Seals(Box::new(tag), buf), Op::Write, offset, len, &whole);
     }
 
-    fn send(&mut self, file: usize, tag: Tag, op: Op, offset: u64, len: u64, segs: &[Seg]) {
+    /// Whether another piece may be sent off.
+    pub(super) fn has_room(&self) -> bool {
+        self.ios.len() < MOST_IOS
+    }
+
+    pub(super) fn send(&mut self, file: usize, tag: Tag, op: Op, offset: u64, len: u64, segs: &[Seg]) {
         // `run` keeps the number of pieces below what 16 bits hold, with room for the rest.
         let id = self.ios.add(tag) as u16;
         self.sent = true;
@@ -486,6 +495,12 @@ impl Handle {
             // These are in no other of their kind.
             Tag::Seals(..) => {}
             Tag::Part(task) => self.part_done(task, errno),
+            Tag::Straight(id, ticket) => {
+                if let (Some(ticket), Some(top)) = (ticket, self.top()) {
+                    top.epochs.leave(ticket);
+                }
+                self.answer(id, errno);
+            }
             Tag::Load(place, slice, buf) => self.loaded(place, slice, buf, errno),
             Tag::Squeezed(what) => self.unsqueeze(*what, errno),
             Tag::Fill(alloc) => self.filled(alloc, errno),
@@ -539,7 +554,7 @@ impl Handle {
         while task.errno == 0 && task.cursor < task.end && task.state == State::Ready {
             if task.pending >= MOST_PIECES {
                 task.state = State::Throttled;
-            } else if self.ios.len() >= MOST_IOS {
+            } else if !self.has_room() {
                 task.state = State::Throttled;
                 self.todo.starved.push(index);
             } else {
@@ -586,10 +601,7 @@ impl Handle {
             top.epochs.leave(ticket);
         }
         match task.parent {
-            Parent::Guest(id) => {
-                let result = if task.errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(task.errno)) };
-                self.done.push(Completion { id, result });
-            }
+            Parent::Guest(id) => self.answer(id, task.errno),
             Parent::Alloc(alloc) => self.old_read(alloc, task.errno),
             Parent::Task(parent) => self.part_done(parent, task.errno),
             Parent::Close => self.closed = Some(task.errno),
@@ -599,6 +611,11 @@ impl Handle {
     /// Whether there are numbers enough for pieces that could be spared.
     pub(super) fn roomy(&self) -> bool {
         self.ios.len() < MOST_IOS / 2
+    }
+
+    fn answer(&mut self, id: u16, errno: i32) {
+        let result = if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno)) };
+        self.done.push(Completion { id, result });
     }
 
     /// A buffer of `len` bytes, a used one if there is one.

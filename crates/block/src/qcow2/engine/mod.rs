@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The engine that serves qcow2 images: `chain` opens, `handle` drives requests, `read`, `write` and `zero` find out where
-//! their bytes are, `cycle` puts metadata on disk in order, `cache`, `refs` and `meta` are what it works on.
+//! their bytes are, `straight` passes on what needs no more than that, `cycle` puts metadata on disk in order, `cache`, `refs` and `meta` are what it works on.
 
 mod cache;
 pub mod chain;
@@ -16,6 +16,7 @@ mod read;
 mod refs;
 mod side;
 mod slab;
+mod straight;
 mod tools;
 mod unpack;
 mod write;

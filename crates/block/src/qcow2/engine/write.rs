@@ -103,7 +103,7 @@ pub fn entry(image: &Image, cluster: u64) -> Option<Mapping> {
 }
 
 /// Where bytes of a guest cluster can be written in place: the host offset of the first, if all up to `end` can be.
-fn in_place(image: &Image, mapping: &Mapping, offset: u64, end: u64) -> Option<u64> {
+pub(super) fn in_place(image: &Image, mapping: &Mapping, offset: u64, end: u64) -> Option<u64> {
     let within = offset & (image.layout.cluster_size() - 1);
     match *mapping {
         Mapping::Data { host, copied: true } => Some(host + within),
