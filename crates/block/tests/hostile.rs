@@ -662,6 +662,12 @@ fn petabytes_cost_little() {
     }
     std::fs::write(&path, &bytes).unwrap();
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
+    let reading = Options { readonly: true, ..options(&path) };
+    bounded("a full L1 table, readonly", move || {
+        let mut player = Player::new(Disk::open(&reading).unwrap()).unwrap();
+        assert_eq!(player.read(4096, 4096).unwrap(), vec![0; 4096]);
+        drop(player.end());
+    });
     within(256 << 20, "a full L1 table", move || {
         let Ok(disk) = Disk::open(&options(&path)) else { return };
         let mut player = Player::new(disk).unwrap();
@@ -672,6 +678,35 @@ fn petabytes_cost_little() {
         }
         drop(player.end());
     });
+}
+
+/// A check keeps a few bytes for each table that an image names, wherever it lies and whether it is counted or not.
+#[test]
+fn a_check_of_many_tables_costs_little() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    if !tools::there() {
+        return;
+    }
+    let den = Den::new();
+    let path = den.path("tables.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", path.to_str().unwrap(), "8G"]).unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    let (l1, entries) = (be64(&bytes, 40) as usize, u32::from_be_bytes(bytes[36..40].try_into().unwrap()) as usize);
+    for (n, entry) in bytes[l1..l1 + entries * 8].chunks_exact_mut(8).enumerate() {
+        entry.copy_from_slice(&((1_u64 << 63) | ((1 << 30) + ((n as u64) << 9))).to_be_bytes());
+    }
+    std::fs::write(&path, &bytes).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(2 << 30).unwrap();
+    let image = path.clone();
+    // The table itself, what it is read with, four bytes each, and pages that begin far from nought.
+    let budget = entries * 8 + (4 << 20) + entries * 4 + (4 << 20);
+    let report = within(budget, "a check of many tables", move || Image::open(&image, false).unwrap().check().unwrap());
+    assert_eq!(report.corruptions, 2 * entries as u64, "none is counted, so none may be written in place");
+    for readonly in [true, false] {
+        let options = Options { readonly, ..options(&path) };
+        let what = format!("many tables, readonly {readonly}");
+        bounded(&what, move || drop(Player::new(Disk::open(&options).unwrap()).unwrap().end()));
+    }
 }
 
 /// What an image names and the gate does not let through is not even opened.

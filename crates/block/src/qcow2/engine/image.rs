@@ -50,6 +50,11 @@ impl L1 {
         page.and_then(|p| p.get(index % PAGE)).map_or(0, |e| e.load(Ordering::Acquire))
     }
 
+    /// The first so many entries.
+    fn entries(&self, count: u32) -> impl Iterator<Item = u64> {
+        (0..count as usize).map(|index| self.get(index))
+    }
+
     /// Sets the entry. For holders of the lock.
     pub fn set(&self, index: usize, value: u64) {
         let Some(page) = self.pages.get(index / PAGE) else { return };
@@ -234,17 +239,13 @@ impl Image {
             None
         };
         let head = side::read(&mut storage, 0, HEAD, file_len)?;
-        let table = L1::default();
-        for (index, entry) in l1.iter().enumerate().filter(|(_, e)| **e != 0) {
-            table.set(index, *entry);
-        }
-        let l1_disk = if how.writable { l1 } else { Vec::new() };
+        let l1_disk = if how.writable { l1.entries(header.l1.count).collect() } else { Vec::new() };
         let meta = Meta::new(storage, refs, (header.clone(), head, l1_disk), cache.capacity(), how.unit);
         Ok(Ok(Self {
             layout,
             compression: header.compression,
             size: AtomicU64::new(header.size),
-            l1: table,
+            l1,
             cache,
             meta: Mutex::new(meta),
             epochs: Epochs::default(),
@@ -324,24 +325,23 @@ impl Image {
     }
 }
 
-fn load_l1(storage: &mut Storage, header: &Header, file_len: u64) -> io::Result<Result<Vec<u64>, FormatError>> {
+fn load_l1(storage: &mut Storage, header: &Header, file_len: u64) -> io::Result<Result<L1, FormatError>> {
     let Table { offset, count } = header.l1;
+    let layout = header.layout();
+    let needed = layout.l1_entries(header.size) as usize;
+    let l1 = L1::default();
     // In parts: an image that claims petabytes has a large table, and one copy of it is enough.
-    let mut l1 = Vec::with_capacity(count as usize);
     for first in (0..count as usize).step_by(PART) {
         let len = PART.min(count as usize - first) * 8;
         let bytes = side::read(storage, offset + first as u64 * 8, len, file_len)?;
-        l1.extend(bytes.chunks_exact(8).map(|b| be64(b, 0)));
-    }
-    let layout = header.layout();
-    let needed = layout.l1_entries(header.size) as usize;
-    for entry in l1.iter().take(needed) {
-        match layout.l1_entry(*entry) {
-            Ok(Some(table)) if table.offset >= file_len => {
-                return Ok(FormatError::corrupt(format!("L2 table at {:#x}, past the file's end", table.offset)));
+        for (index, entry) in (first..).zip(bytes.chunks_exact(8).map(|b| be64(b, 0))).filter(|(_, e)| *e != 0) {
+            match layout.l1_entry(entry) {
+                Ok(Some(table)) if index < needed && table.offset >= file_len => {
+                    return Ok(FormatError::corrupt(format!("L2 table at {:#x}, past the file's end", table.offset)));
+                }
+                Err(e) if index < needed => return Ok(Err(e)),
+                _ => l1.set(index, entry),
             }
-            Ok(_) => {}
-            Err(e) => return Ok(Err(e)),
         }
     }
     Ok(Ok(l1))
@@ -352,7 +352,7 @@ fn writable_refs(
     storage: &mut Storage,
     header: &Header,
     file_len: u64,
-    l1: &[u64],
+    l1: &L1,
 ) -> io::Result<Result<Refs, FormatError>> {
     let cluster = header.cluster_size();
     let Table { offset, count } = header.refcount_table;
@@ -376,7 +376,7 @@ fn writable_refs(
     for (offset, len) in tables {
         refs.reserved.extend(offset / cluster..(offset + len).div_ceil(cluster));
     }
-    for entry in l1.iter().map(|e| e & OFFSET_MASK).filter(|e| *e != 0) {
+    for entry in l1.entries(header.l1.count).map(|e| e & OFFSET_MASK).filter(|e| *e != 0) {
         let table = entry >> header.cluster_bits;
         if !refs.reserved.insert(table) {
             return Ok(FormatError::corrupt(format!("two tables share the cluster at {entry:#x}")));

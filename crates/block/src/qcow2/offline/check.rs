@@ -3,10 +3,9 @@
 //! place" bits with those refcounts; the counts of its report mean what qemu-img's mean. A repair builds the refcounts anew
 //! from what was counted and puts them in place at once, so that it can be interrupted.
 
-use std::collections::HashMap;
-
 use super::super::format::entry::{COMPRESSED, COPIED, OFFSET_MASK};
 use super::super::format::header::incompatible;
+use super::counts::Counts;
 use super::edit::Edit;
 use super::walk::{Walk, entries, host_of};
 use super::{Error, Image};
@@ -73,8 +72,20 @@ impl Report {
     }
 }
 
-/// A cluster whose refcount in the file differs from what was counted: the former.
-type Wrong = HashMap<u64, u64>;
+/// The clusters whose refcount in the file differs from what was counted, with the former, as far as 32 bits count.
+#[derive(Default)]
+struct Wrong(Counts);
+
+impl Wrong {
+    fn insert(&mut self, cluster: u64, found: u64) {
+        // One more, so that nought is something.
+        self.0.add(cluster, u32::try_from(found).unwrap_or(u32::MAX).saturating_add(1));
+    }
+
+    fn get(&self, cluster: u64) -> Option<u64> {
+        self.0.get(cluster).checked_sub(1).map(u64::from)
+    }
+}
 
 impl Image {
     /// Checks all of the image; changes nothing.
@@ -135,7 +146,7 @@ impl Image {
         let (bits, width) = (self.header.cluster_bits, self.header.width);
         let group_bits = width.block_bits(bits);
         let end = self.size()?.div_ceil(self.header.cluster_size());
-        let mut wrong = Wrong::new();
+        let mut wrong = Wrong::default();
         let mut used_end = walk.counts.used_end().max(walk.refcounts.used_end());
         let mut judge = |walk: &mut Walk, cluster: u64, found: u64| {
             let counted = u64::from(walk.counts.get(cluster)) + u64::from(walk.refcounts.get(cluster));
@@ -170,12 +181,10 @@ impl Image {
         let slots: std::collections::HashSet<u64> = blocks.iter().map(|(slot, _)| *slot).collect();
         walk.blocks = blocks;
         // Clusters that no block speaks of.
-        let all = walk.counts.used().chain(walk.refcounts.used());
-        let mut silent: Vec<u64> = all.map(|(c, _)| c).filter(|c| !slots.contains(&(c >> group_bits))).collect();
-        silent.sort_unstable();
-        silent.dedup();
-        for cluster in silent {
-            judge(walk, cluster, 0);
+        for cluster in walk.counts.near_used(&walk.refcounts) {
+            if !slots.contains(&(cluster >> group_bits)) {
+                judge(walk, cluster, 0);
+            }
         }
         walk.report.image_end = used_end << bits;
         Ok(wrong)
@@ -190,7 +199,7 @@ impl Image {
         let one = |offset: u64| {
             let cluster = offset >> bits;
             let counted = u64::from(counts.get(cluster)) + u64::from(refcounts.get(cluster));
-            wrong.get(&cluster).copied().unwrap_or(counted) == 1
+            wrong.get(cluster).unwrap_or(counted) == 1
         };
         for (i, raw) in self.l1.iter().enumerate() {
             let table = raw & OFFSET_MASK;
@@ -230,9 +239,9 @@ impl Image {
             let mut changed = false;
             for i in 0..1u64 << group_bits {
                 let cluster = (slot << group_bits) + i;
-                let Some(found) = wrong.get(&cluster) else { continue };
+                let Some(found) = wrong.get(cluster) else { continue };
                 let counted = u64::from(walk.counts.get(cluster)) + u64::from(walk.refcounts.get(cluster));
-                changed |= *found > counted && width.set(&mut block, i as usize, counted);
+                changed |= found > counted && width.set(&mut block, i as usize, counted);
             }
             if changed {
                 self.write(*offset, &block)?;

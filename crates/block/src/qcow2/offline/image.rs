@@ -125,7 +125,8 @@ impl Image {
 
     /// A table of big-endian numbers.
     pub(super) fn read_numbers(&self, offset: u64, count: u64) -> Result<Vec<u64>, Error> {
-        let mut numbers = Vec::new();
+        // All at once: one that grows is there twice while it does.
+        let mut numbers = Vec::with_capacity(count as usize);
         let end = (count * 8).min(self.size()?.saturating_sub(offset).next_multiple_of(8));
         let mut at = 0;
         while at < end {

@@ -15,6 +15,8 @@ use super::{Error, Image};
 
 /// The most L1 entries read in one walk, all snapshots together: eight tables of the largest size.
 const MAX_L1_ENTRIES: u64 = 32 << 20;
+/// Entries of a snapshot's L1 table that are in memory at a time.
+const PART: usize = 256 << 10;
 
 /// What a walk found.
 #[derive(Debug)]
@@ -59,8 +61,8 @@ impl Walk {
         walk.report.total_clusters = header.size.div_ceil(cluster);
         walk.area(header.cluster_bits, 0, cluster, "the header");
         walk.area(header.cluster_bits, header.l1.offset, image.l1.len() as u64 * 8, "the L1 table");
-        let mut tables: HashMap<u64, u32> = HashMap::new();
-        walk.tables_of(image, &image.l1, 1, "the L1 table", &mut tables);
+        let mut tables = Counts::default();
+        walk.tables_of(image, (0, &image.l1), 1, "the L1 table", &mut tables);
         let mut budget = MAX_L1_ENTRIES;
         match &image.snapshots {
             Err(e) => walk.report.check_error(format!("the snapshot table {e}")),
@@ -75,10 +77,13 @@ impl Walk {
                         break;
                     };
                     budget = left;
-                    let l1 = image.read_numbers(table.offset, u64::from(table.count))?;
-                    let len = u64::from(table.count) * 8;
-                    walk.weighed(header.cluster_bits, table.offset, len, "a snapshot's L1 table", weight);
-                    walk.tables_of(image, &l1, weight, &format!("the L1 table of snapshot {id}"), &mut tables);
+                    let count = u64::from(table.count);
+                    walk.weighed(header.cluster_bits, table.offset, count * 8, "a snapshot's L1 table", weight);
+                    let what = format!("the L1 table of snapshot {id}");
+                    for first in (0..count).step_by(PART) {
+                        let part = image.read_numbers(table.offset + first * 8, (count - first).min(PART as u64))?;
+                        walk.tables_of(image, (first, &part), weight, &what, &mut tables);
+                    }
                 }
                 let bytes = super::super::format::snapshot::serialize(snapshots).len();
                 walk.area(header.cluster_bits, header.snapshots.offset, bytes as u64, "the snapshot table");
@@ -116,10 +121,10 @@ impl Walk {
         past
     }
 
-    /// Counts the L2 tables that an L1 table names.
-    fn tables_of(&mut self, image: &Image, l1: &[u64], weight: u32, what: &str, tables: &mut HashMap<u64, u32>) {
+    /// Counts the L2 tables that an L1 table names, from its entry `first` on.
+    fn tables_of(&mut self, image: &Image, (first, l1): (u64, &[u64]), weight: u32, what: &str, tables: &mut Counts) {
         let layout = image.layout();
-        for (i, raw) in l1.iter().enumerate().filter(|(_, raw)| **raw != 0) {
+        for (i, raw) in (first..).zip(l1).filter(|(_, raw)| **raw != 0) {
             if *raw == COPIED {
                 self.report
                     .corruption(weight, || format!("entry {i} of {what} is marked as used once, but has no table"));
@@ -136,34 +141,34 @@ impl Walk {
                 && !self.outside(layout.cluster_bits, offset, layout.cluster_size(), "an L2 table", weight)
             {
                 self.counts.add(offset >> layout.cluster_bits, weight);
-                let sum = tables.entry(offset).or_default();
-                *sum = sum.saturating_add(weight);
+                tables.add(offset >> layout.cluster_bits, weight);
             }
         }
     }
 
     /// Counts what L2 tables name: first the active ones in order, then the rest.
-    fn data(
-        &mut self,
-        image: &Image,
-        mut tables: HashMap<u64, u32>,
-        tell: &mut dyn FnMut(u64, u64),
-    ) -> Result<(), Error> {
+    fn data(&mut self, image: &Image, mut tables: Counts, tell: &mut dyn FnMut(u64, u64)) -> Result<(), Error> {
         let layout = image.layout();
-        let total = tables.len() as u64;
+        let bits = layout.cluster_bits;
+        let total = tables.used().count() as u64;
+        let mut done = 0;
         for (i, raw) in image.l1.iter().enumerate() {
             let offset = raw & OFFSET_MASK;
-            let guest = (i as u64) << (layout.l2_bits() + layout.cluster_bits);
-            if let Some(weight) = tables.remove(&offset) {
-                self.l2_table(image, offset, weight, Some(guest))?;
-                tell(total - tables.len() as u64, total);
+            let weight = tables.get(offset >> bits);
+            if weight == 0 || offset & (layout.cluster_size() - 1) != 0 {
+                continue;
             }
+            tables.sub(offset >> bits, weight);
+            let guest = (i as u64) << (layout.l2_bits() + bits);
+            self.l2_table(image, offset, weight, Some(guest))?;
+            done += 1;
+            tell(done, total);
         }
-        let mut rest: Vec<_> = tables.into_iter().collect();
+        let mut rest: Vec<u64> = tables.used().map(|(cluster, _)| cluster).collect();
         rest.sort_unstable();
-        let active = total - rest.len() as u64;
-        for (done, (offset, weight)) in (active + 1..).zip(rest) {
-            self.l2_table(image, offset, weight, None)?;
+        for cluster in rest {
+            self.l2_table(image, cluster << bits, tables.get(cluster), None)?;
+            done += 1;
             tell(done, total);
         }
         Ok(())
