@@ -44,8 +44,9 @@ pub fn all(asked: &Asked) -> Vec<Case> {
     let mut cases = Vec::new();
     for cache in ["none", "writeback"] {
         for depth in [1, 32] {
-            let mut add =
-                |work, kind, write, block| cases.push(Case::new(asked, work, kind, write, block, depth, cache));
+            let mut add = |work, kind, write, block| {
+                cases.push(Case { work, kind, write, block, depth, cache, count: 0 }.counted(asked))
+            };
             for write in [false, true] {
                 add(Work::Scattered, Kind::Raw, write, PAGE);
                 FULL.iter().for_each(|kind| add(Work::Scattered, *kind, write, PAGE));
@@ -71,7 +72,8 @@ pub fn all(asked: &Asked) -> Vec<Case> {
     for depth in [1, 32] {
         for kind in [Kind::Raw, Kind::Full] {
             for (write, cache) in [(false, "none"), (false, "writeback"), (true, "none"), (true, "writeback")] {
-                cases.push(Case::new(asked, Work::Served, kind, write, PAGE, depth, cache));
+                cases
+                    .push(Case { work: Work::Served, kind, write, block: PAGE, depth, cache, count: 0 }.counted(asked));
             }
         }
     }
@@ -89,8 +91,9 @@ pub fn all(asked: &Asked) -> Vec<Case> {
 }
 
 impl Case {
-    fn new(asked: &Asked, work: Work, kind: Kind, write: bool, block: u64, depth: u32, cache: &'static str) -> Self {
-        let mut case = Self { work, kind, write, block, depth, cache, count: 0 };
+    /// The case with its number of requests.
+    fn counted(mut self, asked: &Asked) -> Self {
+        let Self { work, kind, write, block, depth, cache, .. } = self;
         // Half a second or two of each: fewer requests where each takes longer, none twice where writing changes the image.
         let unpacks = matches!(kind, Kind::Compressed | Kind::CompressedCopy | Kind::OverCompressed);
         let wanted = match (block, cache, depth) {
@@ -104,8 +107,8 @@ impl Case {
         };
         let wanted = ((wanted * asked.scale) as u64).max(64);
         let once = write && kind.spent_by_writing() && work != Work::Sequential;
-        case.count = if once { wanted.min(asked.size >> 16) } else { wanted };
-        case
+        self.count = if once { wanted.min(asked.size >> 16) } else { wanted };
+        self
     }
 
     /// Done to the images of the second size.
