@@ -61,7 +61,6 @@ enum Kind {
 pub struct FileStorage {
     file: Arc<File>,
     block_device: bool,
-    direct: bool,
     cache: Cache,
     aio: Aio,
     back: Back,
@@ -108,7 +107,6 @@ impl FileStorage {
             bounce: Bounce::new(open.direct_align),
             file: Arc::new(open.file),
             block_device: open.block_device,
-            direct: options.cache == Cache::None,
             cache: options.cache,
             aio: options.aio,
             back: Back::None,
@@ -131,7 +129,6 @@ impl FileStorage {
         Self {
             file: Arc::clone(&self.file),
             block_device: self.block_device,
-            direct: self.direct,
             cache: self.cache,
             aio: self.aio,
             back: Back::None,
@@ -150,7 +147,7 @@ impl FileStorage {
 
     /// The file and whether its I/O is direct, if it is a regular one.
     pub fn plain(&self) -> Option<(Arc<File>, bool)> {
-        (!self.block_device).then(|| (Arc::clone(&self.file), self.direct))
+        (!self.block_device).then(|| (Arc::clone(&self.file), self.direct()))
     }
 
     /// See [`super::Storage::len`].
@@ -264,7 +261,7 @@ impl FileStorage {
             *slot = kind;
         }
         // The ring would copy what is cached on this thread, as soon as it is told of it.
-        let apart = self.aio == Aio::Auto && !self.direct && kind == Kind::Read && self.crowded(request.len);
+        let apart = self.aio == Aio::Auto && !self.direct() && kind == Kind::Read && self.crowded(request.len);
         self.in_flight += 1;
         match &mut self.back {
             Back::Uring(ring) => ring.submit(request, apart),
@@ -289,7 +286,7 @@ impl FileStorage {
     /// Serves the request on this thread if that is the thing to do; `None` leaves it to the back end.
     fn try_at_once(&mut self, request: &Request<'_>) -> Option<io::Result<()>> {
         let Request { op, offset, len, segs, .. } = *request;
-        if self.direct && matches!(op, Op::Read | Op::Write) && !self.bounce.fits(segs, offset) {
+        if self.direct() && matches!(op, Op::Read | Op::Write) && !self.bounce.fits(segs, offset) {
             return Some(match op {
                 Op::Read => self.bounce.read(&self.file, segs, offset),
                 _ => self.bounce.write(&self.file, segs, offset),
@@ -302,7 +299,7 @@ impl FileStorage {
             return None;
         }
         match op {
-            Op::Read | Op::Write if self.direct => None,
+            Op::Read | Op::Write if self.direct() => None,
             Op::Read => self.read_cached(request),
             Op::Write => {
                 if let Some(done) = self.write_around(request) {
@@ -328,6 +325,11 @@ impl FileStorage {
                 Some(result)
             }
         }
+    }
+
+    /// Requests go past the page cache.
+    fn direct(&self) -> bool {
+        self.cache == Cache::None
     }
 
     /// Whether a copy is long and others wait behind it: then a thread of the kernel's does it meanwhile.
