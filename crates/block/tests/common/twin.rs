@@ -229,15 +229,15 @@ impl Twin {
                     engines.swap(0, 1);
                 }
                 Item::SnapshotCreate(n) => {
-                    self.snapshot("-c", *n)?;
+                    self.snapshots_alike(engines, "-c", *n)?;
                     self.snapshots.insert(*n, self.model.clone());
                 }
                 Item::SnapshotApply(n) => {
-                    self.snapshot("-a", *n)?;
+                    self.snapshots_alike(engines, "-a", *n)?;
                     self.model = self.snapshots[n].clone();
                 }
                 Item::SnapshotDelete(n) => {
-                    self.snapshot("-d", *n)?;
+                    self.snapshots_alike(engines, "-d", *n)?;
                     self.snapshots.remove(n);
                 }
             }
@@ -251,15 +251,30 @@ impl Twin {
         Some(Bytes { content: self.model.content[range.clone()].to_vec(), loose: self.model.loose[range].to_vec() })
     }
 
-    fn snapshot(&self, what: &str, n: u32) -> Result<(), String> {
-        let name = format!("s{n}");
-        let snapshot = |path: &PathBuf| {
-            let node = self.node(path);
-            // It knows no -f.
-            let words = node.words().into_iter().filter(|w| !matches!(*w, "-f" | "qcow2")).collect::<Vec<_>>();
-            qemu_img(&[&["snapshot", "-q", what, &name], &words[..]].concat()).map(drop)
-        };
-        self.paths.iter().try_for_each(snapshot)
+    /// Each engine does to its image, while it is closed, what `qemu-img snapshot` calls `what`.
+    fn snapshots_alike(&self, engines: [Engine; 2], what: &str, n: u32) -> Result<(), String> {
+        for (engine, path) in engines.iter().zip(&self.paths) {
+            match engine {
+                Engine::Tare => {
+                    let (mut image, name) = (Image::open(path, true).map_err(|e| e.to_string())?, format!("s{n}"));
+                    let done = match what {
+                        "-c" => image.snapshot_create(&name),
+                        "-a" => image.snapshot_apply(&name),
+                        _ => image.snapshot_delete(&name),
+                    };
+                    done.map_err(|e| format!("snapshot {what} s{n}: {e}"))?;
+                }
+                Engine::Qemu => self.qemu_snapshot(path, what, n)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn qemu_snapshot(&self, path: &Path, what: &str, n: u32) -> Result<(), String> {
+        let (node, name) = (self.node(path), format!("s{n}"));
+        // It knows no -f.
+        let words = node.words().into_iter().filter(|w| !matches!(*w, "-f" | "qcow2")).collect::<Vec<_>>();
+        qemu_img(&[&["snapshot", "-q", what, &name], &words[..]].concat()).map(drop)
     }
 
     fn qemu(&mut self, path: &Path, session: &Session) -> Result<(), String> {
@@ -414,9 +429,9 @@ impl Twin {
         let mut named: Vec<_> = self.snapshots.drain().collect();
         named.sort_by_key(|n| n.0);
         for (n, model) in named {
-            self.snapshot("-a", n)?;
             self.model = model;
             for path in &self.paths {
+                self.qemu_snapshot(path, "-a", n)?;
                 self.judge(path).map_err(|e| format!("snapshot s{n}: {e}"))?;
             }
         }

@@ -11,10 +11,11 @@ mod power;
 use std::path::PathBuf;
 
 use block::qcow2::format::compress::Decompressor;
+use block::qcow2::format::crypto::{Cipher, unlock};
 use block::qcow2::format::header::Compression;
 use block::qcow2::offline::Image;
-use block::{Cow, Disk, Options, Qcow2Options, RecordImage, Zeros};
-use common::tools::{self, qemu_check, qemu_img, qemu_io};
+use block::{Cow, Disk, Options, Qcow2Options, RecordImage, Secret, Zeros};
+use common::tools::{self, Node, qemu_check, qemu_check_on, qemu_img, qemu_io};
 use power::{Files, Kind, Trouble, cut_everywhere, env, record, run};
 use testkit::qcow2::cut::{Host, Luck};
 use testkit::qcow2::history::{Style, THIN, fill};
@@ -70,6 +71,8 @@ struct Start {
     cow: Cow,
     zeros: Zeros,
     data: Data,
+    /// It is encrypted by LUKS, with this key.
+    key: Option<&'static str>,
     handles: usize,
     resize: bool,
     trouble: Trouble,
@@ -112,6 +115,7 @@ const EMPTY: Start = Start {
     cow: Cow::ZeroAware,
     zeros: Zeros::Auto,
     data: Data::Inside,
+    key: None,
     handles: 1,
     resize: false,
     trouble: Trouble::Nothing,
@@ -135,6 +139,8 @@ struct Made {
     /// What each snapshot holds.
     kept: Vec<(String, Vec<u8>)>,
     options: Options,
+    /// Of an encrypted image; `encryption.rs` compares what it does with QEMU's.
+    cipher: Option<Cipher>,
 }
 
 /// What lies below; its bytes are left in `dir`.
@@ -209,15 +215,19 @@ fn make(start: &Start) -> Made {
         Data::ExternalRaw => format!("{},data_file={},data_file_raw=on", start.words, data.display()),
     };
     let size = start.size.to_string();
-    let create = ["create", "-q", "-f", "qcow2", "-o", &words];
-    qemu_img(&[&create[..], &below, &[path.to_str().unwrap(), &size]].concat()).unwrap();
-    let qcow2 = Qcow2Options { cow: start.cow, zeros: start.zeros, l2_cache: Some(4096), ..Qcow2Options::default() };
+    let secret = format!("secret,id=s,data={}", start.key.unwrap_or_default());
+    let create = ["create", "-q", "--object", &secret, "-f", "qcow2", "-o", &words];
+    let create = if start.key.is_some() { &create[..] } else { &[&create[..2], &create[4..]].concat() };
+    qemu_img(&[create, &below, &[path.to_str().unwrap(), &size]].concat()).unwrap();
+    let keys = start.key.iter().map(|key| Secret::new(key.as_bytes().to_vec())).collect();
+    let qcow2 = Qcow2Options { cow: start.cow, zeros: start.zeros, l2_cache: Some(4096), keys, ..Qcow2Options::default() };
     let options = Options { qcow2, ..Options::qcow2(&path) };
-    let mut made = Made { dir, path, files: Vec::new(), backing, kept: Vec::new(), options };
+    let mut made = Made { dir, path, files: Vec::new(), backing, kept: Vec::new(), options, cipher: None };
     take_snapshots(start, &made);
     made.files = vec![std::fs::read(&made.path).unwrap()];
     made.files.extend(std::fs::read(&data).ok());
     let layer = Layer::open(&made.files[0], made.files.get(1).map(Vec::as_slice)).unwrap();
+    made.cipher = start.key.map(|key| unlock(layer.luks_header().unwrap(), key.as_bytes()).unwrap());
     let content = |s| layer.read_snapshot(s, &made.backing, &inflate).unwrap();
     made.kept = layer.snapshots().iter().map(|s| (s.name.clone(), content(s))).collect();
     assert_eq!(made.kept.len(), [0, 1, 2][start.snapshots as usize]);
@@ -247,7 +257,10 @@ impl Made {
         if layer.snapshots().len() != self.kept.len() {
             return Err("a snapshot is gone".into());
         }
-        layer.read(&self.backing, &inflate)
+        match &self.cipher {
+            None => layer.read(&self.backing, &inflate),
+            Some(cipher) => layer.read_encrypted(&self.backing, &|host, data| cipher.decrypt(host / 512, data)),
+        }
     }
 }
 
@@ -293,7 +306,10 @@ fn qcow2_keeps(start: &Start, wanted: u64) {
                 cuts.step();
             }
             std::fs::write(&made.path, cuts.image(Luck::Torn, rng)).unwrap();
-            qemu_check(&made.path).unwrap();
+            match start.key {
+                None => qemu_check(&made.path).unwrap(),
+                Some(key) => qemu_check_on(&Node::encrypted(&[(&made.path, "luks", key)])).unwrap(),
+            };
         }
     });
 }
@@ -323,6 +339,7 @@ const WIDE: &str = "cluster_size=512,refcount_bits=64";
 /// All but six of the clusters that a table's first cluster covers are used.
 const MUCH: &[(u64, u64, &str)] = &[(0, 1980 << 10, "")];
 const SUBS: &str = "cluster_size=16384,extended_l2=on";
+const LUKS: &str = "cluster_size=4096,encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10";
 const FOUR: Start = Start { words: "cluster_size=4096", cluster: 4096, size: 192 << 10, written: SOME, ..EMPTY };
 /// Clusters of four blocks, and all their zeroes by `fallocate`.
 const NOTED: Start = Start {
@@ -372,6 +389,7 @@ cases! {
     subclusters_shared_with_snapshots, 240: Start { snapshots: Snapshots::Editor, ..PARTS };
     compressed_shared_with_snapshots, 240:
         Start { size: 96 << 10, written: PACKED, snapshots: Snapshots::Editor, backing: Backing::Chain, ..FOUR };
+    encrypted, 150: Start { words: LUKS, key: Some("sesame"), written: &[], ..FOUR };
     an_external_data_file, 310: Start { data: Data::External, ..FOUR };
     an_external_data_file_with_subclusters, 180: Start { data: Data::External, backing: Backing::Raw, ..PARTS };
     a_raw_external_data_file, 310: Start { data: Data::ExternalRaw, resize: true, ..FOUR };

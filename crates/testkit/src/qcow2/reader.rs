@@ -11,6 +11,9 @@ const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 /// Turns a compressed cluster into its bytes: what it holds, whether by zstd, how long it becomes.
 pub type Inflate<'a> = &'a dyn Fn(&[u8], bool, usize) -> Option<Vec<u8>>;
 
+/// Turns bytes of an encrypted image into those of its disk, given where in the file they lie.
+pub type Decrypt<'a> = &'a dyn Fn(u64, &mut [u8]);
+
 /// One qcow2 image.
 #[derive(Debug)]
 pub struct Layer<'a> {
@@ -217,7 +220,22 @@ impl<'a> Layer<'a> {
     /// # Errors
     /// A compressed cluster that can't be read.
     pub fn read(&self, backing: &[u8], inflate: Inflate<'_>) -> Result<Vec<u8>, String> {
-        self.read_at(self.l1, self.size, backing, inflate)
+        self.read_at(self.l1, self.size, backing, inflate, None)
+    }
+
+    /// As [`Layer::read`], of an encrypted image.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn read_encrypted(&self, backing: &[u8], decrypt: Decrypt<'_>) -> Result<Vec<u8>, String> {
+        self.read_at(self.l1, self.size, backing, &no_inflate, Some(decrypt))
+    }
+
+    /// The LUKS header of an encrypted image: what its key is kept in.
+    #[must_use]
+    pub fn luks_header(&self) -> Option<&[u8]> {
+        let (at, len) = self.luks?;
+        self.bytes.get(at as usize..(at + len) as usize)
     }
 
     /// The whole content of the disk at a snapshot.
@@ -226,10 +244,17 @@ impl<'a> Layer<'a> {
     /// A compressed cluster that can't be read.
     pub fn read_snapshot(&self, of: &Snapshot, backing: &[u8], inflate: Inflate<'_>) -> Result<Vec<u8>, String> {
         let size = if of.size == 0 { self.size } else { of.size };
-        self.read_at((of.l1_at, of.l1_len), size, backing, inflate)
+        self.read_at((of.l1_at, of.l1_len), size, backing, inflate, None)
     }
 
-    fn read_at(&self, l1: (u64, u64), size: u64, backing: &[u8], inflate: Inflate<'_>) -> Result<Vec<u8>, String> {
+    fn read_at(
+        &self,
+        l1: (u64, u64),
+        size: u64,
+        backing: &[u8],
+        inflate: Inflate<'_>,
+        decrypt: Option<Decrypt<'_>>,
+    ) -> Result<Vec<u8>, String> {
         let parts = if self.extended() { 32 } else { 1 };
         let step = self.cluster / parts;
         let mut out = vec![0; size as usize];
@@ -244,7 +269,12 @@ impl<'a> Layer<'a> {
                 match self.part(entry, sub) {
                     Part::Zero => {}
                     Part::Missing => copy(room, backing, at),
-                    Part::At(host) => copy(room, file, host),
+                    Part::At(host) => {
+                        copy(room, file, host);
+                        if let Some(decrypt) = decrypt {
+                            decrypt(host, room);
+                        }
+                    }
                     Part::Compressed(word) => {
                         let (offset, len) = self.compressed(word);
                         let end = (offset + len).min(self.bytes.len() as u64);
