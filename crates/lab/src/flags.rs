@@ -19,7 +19,7 @@ pub struct Flags {
 /// Subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Measure a suite: tax, boot, fileio, net or all
+    /// Measure a suite: tax, boot, fileio, net, microvm or all
     Run(Run),
     /// The lab machine: the host that samples run on where there is no hardware KVM
     #[command(subcommand)]

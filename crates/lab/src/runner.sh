@@ -42,10 +42,11 @@ counters() {
 memory() {
     awk -v guest="$LAB_GUEST_MIB" '
         /^[0-9a-f]+-[0-9a-f]+ / { next }
-        $1 == "Size:" { big = guest > 0 && $2 >= guest * 512 }
+        $1 == "Size:" { big = guest > 0 && $2 >= guest * 512; total += $2 }
+        /^(Shared|Private)_Dirty:/ { dirty += $2 }
         $1 == "Rss:" { if (big) guest_rss += $2; else rss += $2 }
         $1 == "Pss:" { if (big) guest_pss += $2; else pss += $2 }
-        END { printf "%%%% memory %d %d %d %d\n", rss, pss, guest_rss, guest_pss }
+        END { printf "%%%% memory %d %d %d %d %d %d\n", rss, pss, guest_rss, guest_pss, total, dirty }
     ' "/proc/$pid/smaps" >>"$report" 2>/dev/null
 }
 

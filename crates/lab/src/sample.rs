@@ -113,6 +113,10 @@ pub struct Memory {
     pub pss_kib: u64,
     /// RSS of guest memory.
     pub guest_rss_kib: u64,
+    /// Address space of the process, guest memory included.
+    pub total_kib: u64,
+    /// Of all resident memory, what was written to.
+    pub dirty_kib: u64,
 }
 
 /// A sample as it came back.
@@ -151,11 +155,15 @@ impl Sample {
                 Some("memory") => {
                     let kib: Vec<u64> = words.map(str::parse).collect::<Result<_, _>>().context("a memory line")?;
                     // The first reading counts; one of a monitor that is just leaving is all zeros.
-                    if let ([rss_kib, pss_kib, guest_rss_kib, ..], None) = (&kib[..], sample.memory)
+                    if let ([rss_kib, pss_kib, guest_rss_kib, rest @ ..], None) = (&kib[..], sample.memory)
                         && *rss_kib > 0
                     {
                         let (rss_kib, pss_kib, guest_rss_kib) = (*rss_kib, *pss_kib, *guest_rss_kib);
-                        sample.memory = Some(Memory { rss_kib, pss_kib, guest_rss_kib });
+                        let (total_kib, dirty_kib) = match rest {
+                            [_, total, dirty] => (*total, *dirty),
+                            _ => (0, 0),
+                        };
+                        sample.memory = Some(Memory { rss_kib, pss_kib, guest_rss_kib, total_kib, dirty_kib });
                     }
                 }
                 Some("version") => sample.version = words.collect::<Vec<_>>().join(" "),
@@ -329,7 +337,10 @@ pub(crate) mod tests {
         let exits = sample.exits(Some("begin cpu"), "end cpu").unwrap();
         assert_eq!((exits.total, exits.by_kind["pio"], exits.by_kind["halt"]), (50, 5, 5));
         assert_eq!(sample.exits(None, "end cpu").unwrap().total, 150);
-        assert_eq!(sample.memory.unwrap(), Memory { rss_kib: 5000, pss_kib: 4000, guest_rss_kib: 90000 });
+        assert_eq!(
+            sample.memory.unwrap(),
+            Memory { rss_kib: 5000, pss_kib: 4000, guest_rss_kib: 90000, total_kib: 0, dirty_kib: 0 }
+        );
         assert_eq!(sample.end_micros, 40);
     }
 

@@ -114,6 +114,9 @@ const FIRECRACKER: &str = r#"sh -c "cat >{scratch}/fc.json <<'END'
 END
 exec firecracker --no-api --config-file {scratch}/fc.json""#;
 
+const STRATOVIRT: &str = "stratovirt -machine microvm -kernel {kernel} [-initrd {initrd}] -append {cmdline} -smp {cpus} \
+    -m {memory_mib}m -serial stdio -disable-seccomp";
+
 /// The built-in subjects: name, what it is, template. `native` has no monitor.
 pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("native", "the workload on the host itself, no monitor", ""),
@@ -134,6 +137,7 @@ pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("qemu-user", "QEMU with the NIC of suite net on passt", QEMU_USER),
     ("qemu-tap", "QEMU with it on a tap", QEMU_TAP),
     ("qemu-vhost", "QEMU with it on a tap that vhost-net serves", QEMU_VHOST),
+    ("stratovirt", "StratoVirt, when its binary is there (boot only: no root disk in its template)", STRATOVIRT),
     ("firecracker", "Firecracker, when its binary is there (boot only: no root disk in its template)", FIRECRACKER),
 ];
 

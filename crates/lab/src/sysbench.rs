@@ -17,8 +17,12 @@ pub enum Test {
     Memory,
     /// `sysbench fileio prepare`.
     Prepare,
-    /// `sysbench fileio run`.
+    /// `sysbench fileio run`: what is read and written.
     FileIo,
+    /// The same, for the operations in a second.
+    FileIops,
+    /// The same, for the time of one.
+    FileLatency,
     /// `sysbench mutex run`.
     Mutex,
     /// `sysbench threads run`.
@@ -29,6 +33,24 @@ pub enum Test {
     Iperf,
     /// Transactions of the agent.
     Transact,
+    /// What a guest says of its own boot; not by sysbench.
+    Phases,
+}
+
+impl Test {
+    /// Whether its events are requests to a disk.
+    pub fn makes_requests(self) -> bool {
+        matches!(self, Self::FileIo | Self::FileIops | Self::FileLatency | Self::Fio)
+    }
+
+    /// The figure to put first, where it is not the first that is printed.
+    fn headline(self) -> Option<&'static str> {
+        match self {
+            Self::FileIops => Some("operations per second"),
+            Self::FileLatency => Some("latency avg"),
+            _ => None,
+        }
+    }
 }
 
 /// The figures of one test's output, the headline first.
@@ -63,14 +85,21 @@ pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
                 text.in_parentheses("Total operations:")?,
             ));
         }
-        Test::FileIo => {
-            out.push(Figure::new("reads per second", "1/s", Better::Higher, text.after("reads/s:")?));
-            out.push(Figure::new("writes per second", "1/s", Better::Higher, text.after("writes/s:")?));
-            out.push(Figure::new("fsyncs per second", "1/s", Better::Higher, text.after("fsyncs/s:")?));
+        Test::FileIo | Test::FileIops | Test::FileLatency => {
+            let (reads, writes) = (text.after("reads/s:")?, text.after("writes/s:")?);
+            // A test of one kind says nothing of the other.
+            if reads > 0.0 {
+                out.push(Figure::new("reads per second", "1/s", Better::Higher, reads));
+            }
+            if writes > 0.0 {
+                out.push(Figure::new("writes per second", "1/s", Better::Higher, writes));
+                out.push(Figure::new("fsyncs per second", "1/s", Better::Higher, text.after("fsyncs/s:")?));
+            }
+            out.push(Figure::new("operations per second", "1/s", Better::Higher, reads + writes));
             let (read, written) = (text.after("read, MiB/s:")?, text.after("written, MiB/s:")?);
             out.push(Figure::new("read and written", "MiB/s", Better::Higher, read + written));
         }
-        Test::Fio | Test::Iperf | Test::Transact => {}
+        Test::Fio | Test::Iperf | Test::Transact | Test::Phases => {}
         Test::Mutex => out.push(Figure::new("total time", "s", Better::Lower, text.after("total time:")?)),
         Test::Threads => {
             let (events, seconds) = (text.after("total number of events:")?, text.after("total time:")?);
@@ -85,6 +114,10 @@ pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
     out.push(Figure::new("latency avg", "ms", Better::Lower, text.after("avg:")?));
     out.push(Figure::new("latency p95", "ms", Better::Lower, text.after("95th percentile:")?));
     out.push(Figure::new("latency max", "ms", Better::Lower, text.after("max:")?));
+    if let Some(at) = test.headline().and_then(|name| out.iter().position(|figure| figure.metric == name)) {
+        let first = out.remove(at);
+        out.insert(0, first);
+    }
     match out.iter().find(|figure| !figure.value.is_finite()) {
         Some(figure) => bail!("sysbench printed no finite '{}'", figure.metric),
         None => Ok(out),

@@ -220,7 +220,8 @@ fn make(start: &Start) -> Made {
     let create = if start.key.is_some() { &create[..] } else { &[&create[..2], &create[4..]].concat() };
     qemu_img(&[create, &below, &[path.to_str().unwrap(), &size]].concat()).unwrap();
     let keys = start.key.iter().map(|key| Secret::new(key.as_bytes().to_vec())).collect();
-    let qcow2 = Qcow2Options { cow: start.cow, zeros: start.zeros, l2_cache: Some(4096), keys, ..Qcow2Options::default() };
+    let qcow2 =
+        Qcow2Options { cow: start.cow, zeros: start.zeros, l2_cache: Some(4096), keys, ..Qcow2Options::default() };
     let options = Options { qcow2, ..Options::qcow2(&path) };
     let mut made = Made { dir, path, files: Vec::new(), backing, kept: Vec::new(), options, cipher: None };
     take_snapshots(start, &made);

@@ -40,6 +40,11 @@ pub fn figures(name: &'static str, sample: &Sample) -> Result<Vec<(&'static str,
     out.push(Figure::new("RSS beside guest memory", "MiB", Better::Lower, memory.rss_kib as f64 / 1024.0));
     out.push(Figure::new("PSS beside guest memory", "MiB", Better::Lower, memory.pss_kib as f64 / 1024.0));
     out.push(Figure::new("guest memory touched", "MiB", Better::Lower, memory.guest_rss_kib as f64 / 1024.0));
+    let all = memory.rss_kib + memory.guest_rss_kib;
+    for (name, kib) in [("total", memory.total_kib), ("resident", all), ("dirty", memory.dirty_kib)] {
+        // As a list of the process's mappings adds them up, guest memory included.
+        out.push(Figure::new(&format!("mapped memory, {name}"), "MiB", Better::Lower, kib as f64 / 1024.0));
+    }
     Ok(out.into_iter().map(|figure| (name, figure)).collect())
 }
 
@@ -48,7 +53,7 @@ pub fn figures(name: &'static str, sample: &Sample) -> Result<Vec<(&'static str,
 mod tests {
     use super::*;
 
-    const REPORT: &str = "%% mark 2050000 ready exits=43798 io_exits=41220 irq_exits=649\n%% memory 6041 5900 80000 80000\n\
+    const REPORT: &str = "%% mark 2050000 ready exits=43798 io_exits=41220 irq_exits=649\n%% memory 6041 5900 80000 80000 1200000 81000\n\
         %% end 2300000 exit 0\n%% console\nhello\n%% stderr\n\n%% stop\n";
 
     #[test]

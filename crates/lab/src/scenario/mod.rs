@@ -8,6 +8,7 @@
 mod boot;
 pub mod fileio;
 pub mod init;
+mod microvm;
 pub mod net;
 mod tax;
 
@@ -71,6 +72,10 @@ pub const SUITES: &[(&str, &str)] = &[
         "fio on a qcow2 disk: writes that allocate over nothing, zeroes and data; rewrites; rndrw (see {qcow2} and {raw})",
     ),
     ("net", "iperf3 both ways, TCP_RR and TCP_CRR, over passt, a tap and vhost-net (see {mac}, {tap} and {passt})"),
+    (
+        "microvm",
+        "the StratoVirt study: boot phases, memory of a 1 GiB guest, sysbench cpu, memory and fileio by threads, blocks and modes",
+    ),
     ("all", "tax and boot in one report"),
 ];
 
@@ -82,6 +87,7 @@ pub fn suite(name: &str, scale: f64) -> Result<Vec<Bundle>> {
         "boot" => boot::bundles(),
         "fileio" => fileio::bundles(scale),
         "net" => net::bundles(scale),
+        "microvm" => microvm::bundles(scale),
         "all" => [tax::bundles(scale), boot::bundles()].concat(),
         _ => bail!("no suite '{suite}'; there are: {}", SUITES.map_names()),
     };
@@ -108,6 +114,7 @@ impl MapNames for [(&str, &str)] {
 /// Who is measured when `--subjects` does not say.
 pub fn subjects(suite: &str) -> &'static str {
     match suite.split('/').next() {
+        Some("microvm") => "native,qemu-microvm,qemu,tare",
         Some("fileio") => "qemu-raw,qemu-qcow2,tare-raw,tare-explicit,tare-unallocated,tare-zero-aware",
         Some("net") => "qemu-user,tare-user,qemu-tap,tare-tap,qemu-vhost,tare-vhost",
         _ => "native,qemu,tare",
@@ -126,9 +133,10 @@ pub fn workloads(bundles: &[Bundle]) -> Vec<String> {
 impl Bundle {
     /// Whether the subject takes part: native has nothing to boot.
     pub fn fits(&self, subject: &Subject) -> bool {
-        match self.kind {
+        match &self.kind {
             Kind::Boot { .. } => !subject.is_native(),
             Kind::Work(_) if self.net => subject.wants("mac"),
+            Kind::Work(steps) if subject.is_native() && steps.iter().any(|step| step.test == Test::Phases) => false,
             Kind::Work(_) if self.disk.is_some() => subject.wants("qcow2") || subject.wants("raw"),
             Kind::Work(_) => subject.is_native() || subject.wants("disk"),
         }
@@ -149,8 +157,9 @@ impl Bundle {
 
     /// Seconds between two looks at the console: short where its moment is the figure.
     pub fn poll_millis(&self) -> u64 {
-        match self.kind {
+        match &self.kind {
             Kind::Boot { .. } => 2,
+            Kind::Work(steps) if steps.iter().any(|step| step.test == Test::Phases) => 2,
             Kind::Work(_) => 25,
         }
     }
@@ -215,7 +224,7 @@ mod tests {
     #[test]
     fn command_lines_fit_and_keep_their_script_in_one_quoted_word() {
         for scale in [1.0, 0.1, 0.001] {
-            for bundle in ["all", "fileio", "net"].iter().flat_map(|name| suite(name, scale).unwrap()) {
+            for bundle in ["all", "fileio", "net", "microvm"].iter().flat_map(|name| suite(name, scale).unwrap()) {
                 let line = bundle.cmdline(Console::Serial, "/dev/vda");
                 assert!(line.len() < LIMIT, "{} is {} bytes long", bundle.name, line.len());
                 let quotes = if bundle.needs_disk() { 2 } else { 0 };
@@ -238,7 +247,7 @@ mod tests {
         assert_eq!(fit("tare").len(), 4);
         assert_eq!(suite("tax/fileio", 0.1).unwrap().len(), 1);
         assert!(suite("tax/disk", 0.1).unwrap_err().to_string().contains("compute, fileio"));
-        assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, net, all"));
+        assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, net, microvm, all"));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 
 use anyhow::Result;
 
-use super::{Bundle, Kind, Step};
+use super::{Bundle, Kind, Step, microvm};
 use crate::report::{Better, Figure};
 use crate::sample::Sample;
 use crate::sysbench::{self, Test};
@@ -87,10 +87,12 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
 /// What the guest's first process runs, after `setup`. One line, no double quotes (the kernel knows no escapes), and no mark as plain
 /// text (the kernel prints its command line).
 pub fn init(setup: &str, steps: &[Step]) -> String {
-    let mut out = String::from(
-        "mount -t proc p /proc;mount -t sysfs s /sys;mount -t tmpfs t /tmp;mount -o remount,rw /;\
-         mkdir -p /var/tmp/w;cd /var/tmp/w;",
-    );
+    let logs = steps.iter().any(|step| step.test == Test::Phases);
+    let note = |what: &str| if logs { format!("echo {what} >/dev/kmsg;") } else { String::new() };
+    let mut out = note(microvm::SHELL);
+    out += "mount -t proc p /proc;mount -t sysfs s /sys;mount -t tmpfs t /tmp;mount -o remount,rw /;\
+         mkdir -p /var/tmp/w;cd /var/tmp/w;";
+    out += &note(microvm::USER);
     out += setup;
     out += &work(steps);
     out += "sync;echo o >/proc/sysrq-trigger;sleep 9";
@@ -123,13 +125,16 @@ fn work(steps: &[Step]) -> String {
 pub fn figures(steps: &[Step], sample: &Sample) -> Result<Vec<(&'static str, Figure)>> {
     let mut out = Vec::new();
     for step in steps {
-        let figures = sysbench::figures(step.test, sample.section(step.mark)?)
-            .map_err(|error| error.context(format!("workload '{}' ({})", step.workload, sample.ending())))?;
+        let text = sample.section(step.mark)?;
+        let figures =
+            if step.test == Test::Phases { microvm::phases(text, sample) } else { sysbench::figures(step.test, text) };
+        let figures =
+            figures.map_err(|error| error.context(format!("workload '{}' ({})", step.workload, sample.ending())))?;
         let events = figures.iter().find(|figure| figure.metric == "events").map(|figure| figure.value);
         let exits = sample.exits(Some(&format!("begin {}", step.mark)), &format!("end {}", step.mark));
         out.extend(figures.into_iter().map(|figure| (step.workload, figure)));
         let unit = match step.test {
-            Test::FileIo | Test::Fio => "exits per request",
+            test if test.makes_requests() => "exits per request",
             Test::Iperf => "exits per MiB",
             Test::Transact => "exits per transaction",
             _ => continue,
