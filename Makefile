@@ -22,10 +22,7 @@ demo: deps build ## measure sysbench natively, under QEMU and under tare; table,
 
 test: deps ## every check and test, end-to-end ones in the lab included
 	@scripts/install-deps test
-	cargo xtask check
-	cargo test --workspace --locked --quiet --no-fail-fast
-	$(MAKE) fuzz
-	$(MAKE) e2e
+	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test
 
 check: ## formatting, clippy, layers, sizes, unsafe code, words, dependencies
 	cargo xtask check
