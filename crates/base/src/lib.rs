@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The ground floor: units as types, eventfds, descriptors' modes, the epoll reactor, listening sockets, mmap RAII and borrowed I/O segments.
+//! The ground floor: units as types, eventfds, descriptors' modes, the epoll reactor, listening sockets, mmap RAII, lines for the user and borrowed I/O segments.
 //!
 //! Every other room may use this one; it uses none of them.
 
@@ -7,6 +7,7 @@ pub mod escape;
 pub mod fd;
 pub mod listen;
 pub mod mmap;
+pub mod news;
 pub mod reactor;
 pub mod segs;
 pub mod units;

@@ -7,7 +7,10 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use base::news::News;
 use base::{EventFd, SECTOR_SIZE, Seg};
 
 use crate::error::Error;
@@ -21,6 +24,7 @@ use crate::storage::faults::{FaultPlan, FaultStorage};
 use crate::storage::file::FileStorage;
 use crate::storage::mem::{MemImage, MemStorage};
 use crate::storage::record::{RecordImage, RecordStorage};
+use crate::voice::Voice;
 
 /// What to do with a byte range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,6 +119,7 @@ pub struct Disk {
     body: Body,
     path: PathBuf,
     warning: Option<String>,
+    voice: Option<Arc<Voice>>,
 }
 
 impl Disk {
@@ -149,13 +154,23 @@ impl Disk {
         }
         let storage = Storage::File(Box::new(FileStorage::new(opened.file, options)));
         let raw = Raw::new(storage, whole, options.readonly, opened.limits);
-        Ok(Self { body: Body::Raw(Box::new(raw)), path: options.path.clone(), warning: one_line(&warnings) })
+        Ok(Self {
+            body: Body::Raw(Box::new(raw)),
+            path: options.path.clone(),
+            warning: one_line(&warnings),
+            voice: None,
+        })
     }
 
     fn on_chain(chain: Chain, path: &Path, warnings: Vec<String>) -> Result<Self, Error> {
         let failed = |source| Error::Io { path: path.to_owned(), what: "make a handle on it", source };
         let handle = Handle::new(chain).map_err(failed)?;
-        Ok(Self { body: Body::Qcow2(Box::new(handle)), path: path.to_owned(), warning: one_line(&warnings) })
+        Ok(Self {
+            body: Body::Qcow2(Box::new(handle)),
+            path: path.to_owned(),
+            warning: one_line(&warnings),
+            voice: None,
+        })
     }
 
     /// A disk on a qcow2 image in memory that logs each change, for tests of power cuts; `data` is its data file, if it says
@@ -184,7 +199,7 @@ impl Disk {
         let limits = Limits { block_size: 512, discard_granularity: 512 };
         let size = image.len() - image.len() % SECTOR_SIZE;
         let raw = Raw::new(Storage::Mem(MemStorage::new(image.clone())), size, readonly, limits);
-        Self { body: Body::Raw(Box::new(raw)), path: PathBuf::from("memory"), warning: None }
+        Self { body: Body::Raw(Box::new(raw)), path: PathBuf::from("memory"), warning: None, voice: None }
     }
 
     /// A disk in memory that logs each change, for tests of power cuts.
@@ -193,7 +208,7 @@ impl Disk {
         let limits = Limits { block_size: 512, discard_granularity: 512 };
         let size = image.len() - image.len() % SECTOR_SIZE;
         let raw = Raw::new(Storage::Record(RecordStorage::new(image.clone())), size, readonly, limits);
-        Self { body: Body::Raw(Box::new(raw)), path: PathBuf::from("memory"), warning: None }
+        Self { body: Body::Raw(Box::new(raw)), path: PathBuf::from("memory"), warning: None, voice: None }
     }
 
     /// The same disk with faults staged by `plan`, for tests.
@@ -205,6 +220,21 @@ impl Disk {
             Body::Qcow2(handle) => handle.wrap(around),
         }
         self
+    }
+
+    /// Says through `news` what goes wrong while the disk is in use: the first request that the host fails, then the tenth,
+    /// the hundredth, and damage in the image. Handles made of this one from now on ([`Disk::share`]) do the same.
+    pub fn report_to(&mut self, news: &Arc<News>) {
+        self.voice = Some(Arc::new(Voice::new(Arc::clone(news))));
+    }
+
+    /// Writes are refused because the image turned out to contradict itself.
+    #[must_use]
+    pub fn damaged(&self) -> bool {
+        match &self.body {
+            Body::Raw(_) => false,
+            Body::Qcow2(handle) => handle.top().is_some_and(|top| top.broken.load(Ordering::Acquire)),
+        }
     }
 
     /// Where the image is.
@@ -276,7 +306,7 @@ impl Disk {
             }
             Body::Qcow2(handle) => Body::Qcow2(Box::new(handle.share()?)),
         };
-        Ok(Self { body, path: self.path.clone(), warning: None })
+        Ok(Self { body, path: self.path.clone(), warning: None, voice: self.voice.clone() })
     }
 
     /// How `len` bytes from `offset` on are kept, in order, without gaps. Waits for what it has to read; for tools.
@@ -358,9 +388,14 @@ impl Disk {
 
     /// Appends the completions there are to `done`; makes no system call unless a request has to be continued.
     pub fn reap(&mut self, done: &mut Vec<Completion>) {
+        let before = done.len();
         match &mut self.body {
             Body::Raw(raw) => raw.storage_mut().reap(done),
             Body::Qcow2(handle) => handle.reap(done),
+        }
+        let Some(voice) = &self.voice else { return };
+        for error in done.iter().skip(before).filter_map(|c| c.result.as_ref().err()) {
+            voice.failed(&self.path, error, self.damaged());
         }
     }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What can go wrong when a disk is opened, by what the caller can do about it. Each message is one line: what, where, what
-//! to do. Errors of single requests are plain `io::Error`s in a [`crate::Completion`]: the guest gets those, not the user.
+//! to do. Errors of single requests are plain `io::Error`s in a [`crate::Completion`]; the user hears of them through `voice`.
 
 use std::io;
 use std::path::PathBuf;

@@ -13,6 +13,7 @@ mod options;
 pub mod qcow2;
 mod raw;
 mod storage;
+mod voice;
 
 pub use disk::{Completion, Disk, Extent, ExtentKind, Limits, Op, Request};
 pub use error::Error;

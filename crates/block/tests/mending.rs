@@ -7,8 +7,9 @@ mod common;
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use base::news::News;
 use block::qcow2::offline::{Image, Repair};
 use block::{Disk, ExtentKind, MemImage, Options};
 use common::User;
@@ -142,7 +143,10 @@ fn damage_that_a_write_meets_is_marked() {
             damage(bytes, l1, table);
         });
         let before = std::fs::read(&path).unwrap();
-        let mut user = open(&path);
+        let news = Arc::new(News::new().unwrap());
+        let mut disk = Disk::open(&Options::qcow2(&path)).unwrap();
+        disk.report_to(&news);
+        let mut user = User::new(disk);
         // Where the damage is, or where something new is needed.
         let failed = [65536, 3 << 20].map(|at| user.write(at, &[7; 512]).is_err());
         assert!(failed.contains(&true), "{name}");
@@ -152,6 +156,8 @@ fn damage_that_a_write_meets_is_marked() {
         assert_eq!(user.read(1 << 20, 65536).unwrap(), vec![2; 65536], "{name}: reading goes on");
         let _ = user.flush();
         drop(user);
+        let said = news.take();
+        assert!(said.len() == 1 && said[0].contains("takes no more writes"), "{name}: {said:?}");
         let after = std::fs::read(&path).unwrap();
         let l1 = be64(&before, 40) as usize;
         assert!(after[l1..l1 + 65536] == before[l1..l1 + 65536], "{name}: the L1 table");

@@ -9,3 +9,10 @@ mod socket;
 pub mod vhost_user;
 
 pub use base::listen::Error;
+
+/// Tells the user what a disk has to say while it is served.
+fn tell(news: &base::news::News) {
+    for line in news.take() {
+        eprintln!("tare: {line}");
+    }
+}

@@ -10,6 +10,7 @@ use std::process::Command;
 use std::thread::JoinHandle;
 
 use base::EventFd;
+use base::news::News;
 use block::{Disk, MemImage, Options};
 use export::nbd::{Export, Server};
 
@@ -28,7 +29,7 @@ impl Served {
         let server = Server::bind(&dir.path().join("s"), export).unwrap();
         let stop = EventFd::new(0).unwrap();
         let theirs = stop.try_clone().unwrap();
-        Self { dir, stop, server: Some(std::thread::spawn(move || server.run(&theirs))) }
+        Self { dir, stop, server: Some(std::thread::spawn(move || server.run(&theirs, &News::new().unwrap()))) }
     }
 
     fn raw(readonly: bool) -> Self {

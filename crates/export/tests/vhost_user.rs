@@ -8,6 +8,7 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::thread::JoinHandle;
 
+use base::news::News;
 use base::{EFD_NONBLOCK, EventFd, Gpa};
 use block::{Disk, MemImage};
 use export::vhost_user::Server;
@@ -45,7 +46,13 @@ impl Served {
         let server = Server::bind(&socket, Disk::in_memory(&image, false), &spec).unwrap();
         let stop = EventFd::new(0).unwrap();
         let theirs = stop.try_clone().unwrap();
-        Self { _dir: dir, socket, image, stop, server: Some(std::thread::spawn(move || server.run(&theirs))) }
+        Self {
+            _dir: dir,
+            socket,
+            image,
+            stop,
+            server: Some(std::thread::spawn(move || server.run(&theirs, &News::new().unwrap()))),
+        }
     }
 }
 

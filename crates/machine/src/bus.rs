@@ -4,6 +4,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use base::news::News;
 use boot::Ecam;
 use kvm::Vm;
 use mem::GuestRam;
@@ -35,6 +36,14 @@ pub enum Function {
 }
 
 impl Function {
+    /// The user hears through `news` when the device called `name` breaks down.
+    pub fn report_to(&self, name: &str, news: &Arc<News>) {
+        match self {
+            Self::Pci(device) => device.lock().unwrap_or_else(PoisonError::into_inner).status().report_to(name, news),
+            Self::Mmio(device) => device.lock().unwrap_or_else(PoisonError::into_inner).status().report_to(name, news),
+        }
+    }
+
     /// The device may have changed its configuration: the guest hears of it.
     pub fn update_config(&self) {
         match self {

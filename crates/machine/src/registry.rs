@@ -6,8 +6,10 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::news::News;
 use base::reactor::Token;
 use spec::Vm;
+use virtio::VirtioDevice;
 use virtio::blk::{Blk, BlkControl, BlkStats};
 use virtio::console::{Console, ConsolePort};
 use virtio::net::{Net, NetPort, NetStats};
@@ -25,7 +27,9 @@ const LAST_OUTPUT: Duration = Duration::from_secs(2);
 /// The way to change a disk, and where it is on the bus, which tells the guest.
 pub type DiskControl = (BlkControl, Function);
 
-/// Token of the first NIC; the console's are below.
+/// Token of what devices have to say; the console's are below.
+const NEWS: Token = 7;
+/// Token of the first NIC.
 const NETS: Token = 8;
 
 /// What the main thread keeps of the devices.
@@ -39,6 +43,8 @@ pub struct Registry {
     controls: Vec<DiskControl>,
     /// Input that the guest's console had no room for.
     waiting: Vec<u8>,
+    /// What devices have to say to the user.
+    news: Option<Arc<News>>,
 }
 
 impl Registry {
@@ -48,33 +54,39 @@ impl Registry {
     /// # Errors
     /// [`Error::Disk`] and [`Error::Net`] for what can't be opened, [`Error::Host`] when the host is out of something.
     pub fn populate(vm: &Vm, bus: &mut Bus, io: &ConsoleIo, remote: bool) -> Result<Self, Error> {
-        let mut out = Self::default();
+        let news = Arc::new(News::new().map_err(host("make an eventfd"))?);
+        let mut out = Self { news: Some(Arc::clone(&news)), ..Self::default() };
+        let mut add = |name: &str, device: Box<dyn VirtioDevice>| {
+            let function = bus.add(device)?;
+            function.report_to(name, &news);
+            Ok::<Function, Error>(function)
+        };
         if vm.console == spec::Console::Virtio {
             let (console, port) = Console::new(&io.output, None).map_err(host("make the console"))?;
             out.small.push(("console", console.counters().clone()));
             out.console = Some(port);
-            bus.add(Box::new(console))?;
+            add("console", Box::new(console))?;
         }
         for (number, disk) in vm.disks.iter().enumerate() {
             let disk = spec::Disk { queues: Some(vm.queues(disk)), ..disk.clone() };
-            let disk = Blk::open(&disk)?.numbered(number);
+            let disk = Blk::open(&disk)?.numbered(number).reporting_to(&news);
             if let Some(warning) = disk.warning() {
                 eprintln!("tare: {warning}");
             }
             out.disks.push(disk.stats());
             let control = if remote { Some(disk.control().map_err(host("make a handle on a disk"))?) } else { None };
-            let function = bus.add(Box::new(disk))?;
+            let function = add(&format!("disk{number}"), Box::new(disk))?;
             out.controls.extend(control.map(|control| (control, function)));
         }
         for (number, net) in vm.nets.iter().enumerate() {
             let net = Net::open(net, number)?;
             out.nets.push((net.port(), net.stats()));
-            bus.add(Box::new(net))?;
+            add(&format!("net{number}"), Box::new(net))?;
         }
         if vm.rng {
             let rng = Rng::new();
             out.small.push(("rng", rng.counters().clone()));
-            bus.add(Box::new(rng))?;
+            add("rng", Box::new(rng))?;
         }
         Ok(out)
     }
@@ -84,13 +96,17 @@ impl Registry {
     pub fn sources(&self, first: Token) -> Vec<(RawFd, Token)> {
         let sources = self.console.iter().flat_map(ConsolePort::sources);
         let nets = (NETS..).zip(&self.nets).map(|(token, (port, _))| (port.as_raw_fd(), token));
-        sources.chain(nets).map(|(fd, token)| (fd, first + token)).collect()
+        let news = self.news.iter().map(|news| (news.as_raw_fd(), NEWS));
+        sources.chain(news).chain(nets).map(|(fd, token)| (fd, first + token)).collect()
     }
 
     /// A source is readable; `token` is relative to the `first` of [`Registry::sources`].
     pub fn on_ready(&mut self, token: Token) {
         if let Some(number) = token.checked_sub(NETS) {
             return self.tell_news_of(number);
+        }
+        if token == NEWS {
+            return self.tell_news();
         }
         let Some(console) = &mut self.console else { return };
         if console.on_ready(token) {
@@ -102,10 +118,12 @@ impl Registry {
     /// Tells the user what NIC `number` has to say.
     fn tell_news_of(&self, number: Token) {
         let Some((port, _)) = usize::try_from(number).ok().and_then(|number| self.nets.get(number)) else { return };
-        for line in port.take_news() {
-            // The terminal may be raw: the line starts at its left edge all the same, and so does what follows.
-            eprint!("\rtare: {line}\r\n");
-        }
+        tell(port.take_news());
+    }
+
+    /// Tells the user what devices have to say.
+    fn tell_news(&self) {
+        tell(self.news.as_ref().map(|news| news.take()).unwrap_or_default());
     }
 
     /// Hands user input to the guest's virtio console; what it has no room for waits.
@@ -120,11 +138,15 @@ impl Registry {
         std::mem::take(&mut self.controls)
     }
 
-    /// The vCPUs have stopped: the guest's last output goes out.
+    /// The vCPUs have stopped: the guest's last output goes out, and what the devices said last.
     pub fn drain(&mut self) {
         if let Some(console) = &mut self.console {
             console.drain(LAST_OUTPUT);
+            if let Some(why) = console.take_trouble() {
+                tell(vec![format!("console: {why}: standard output; what the guest printed since then is lost")]);
+            }
         }
+        self.tell_news();
     }
 
     /// What each device did.
@@ -169,5 +191,13 @@ impl Registry {
             }
         });
         disks.chain(nets).chain(small).collect()
+    }
+}
+
+/// Lines for the user beside the guest's output.
+fn tell(lines: Vec<String>) {
+    for line in lines {
+        // The terminal may be raw: the line starts at its left edge all the same, and so does what follows.
+        eprint!("\rtare: {line}\r\n");
     }
 }

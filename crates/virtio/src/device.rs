@@ -8,9 +8,10 @@
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use base::EventFd;
+use base::news::{News, Tally};
 use mem::GuestRam;
 
 use crate::fault::GuestFault;
@@ -147,6 +148,14 @@ pub struct DeviceStatus {
     changed: AtomicBool,
     face: Arc<dyn Interrupt>,
     trouble: Mutex<Option<String>>,
+    report: OnceLock<Report>,
+}
+
+/// Where a device's trouble is told, and as whose.
+struct Report {
+    name: String,
+    news: Arc<News>,
+    times: Tally,
 }
 
 impl DeviceStatus {
@@ -159,7 +168,16 @@ impl DeviceStatus {
             changed: AtomicBool::new(false),
             face,
             trouble: Mutex::new(None),
+            report: OnceLock::new(),
         }
+    }
+
+    /// From now on the user hears through `news` when the device called `name` breaks down: the first time, the tenth, the
+    /// hundredth, since a hostile driver can reset it and break it again. Only the first call counts.
+    pub fn report_to(&self, name: &str, news: &Arc<News>) {
+        let report = Report { name: name.to_owned(), news: Arc::clone(news), times: Tally::default() };
+        // A second call is a mistake without consequences.
+        let _ = self.report.set(report);
     }
 
     /// The status byte as the driver reads it.
@@ -181,18 +199,23 @@ impl DeviceStatus {
     /// The guest broke the rules beyond repair: sets `DEVICE_NEEDS_RESET` and, if the driver is running, tells it (2.1.2).
     /// The caller stops using the queues. Only the first call after a reset signals.
     pub fn needs_reset(&self, fault: GuestFault) {
-        self.fail(fault.as_str().to_owned());
+        self.fail("its driver broke the rules", fault.as_str().to_owned());
     }
 
     /// The host failed the device: the guest sees the same as for [`DeviceStatus::needs_reset`].
     pub fn host_failed(&self, why: &io::Error) {
-        self.fail(why.to_string());
+        self.fail("the host failed it", why.to_string());
     }
 
-    fn fail(&self, why: String) {
+    fn fail(&self, whose: &str, why: String) {
         let before = self.byte.fetch_or(status::NEEDS_RESET, Ordering::AcqRel);
         if before & status::NEEDS_RESET != 0 {
             return;
+        }
+        if let Some((report, times)) = self.report.get().and_then(|r| Some((r, r.times.count()?))) {
+            let times = if times == 1 { String::new() } else { format!(", {times} times so far") };
+            let line = format!("{}: {whose} ({why}){times}; it stands still until the guest resets it", report.name);
+            report.news.say(line);
         }
         *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
         if before & status::DRIVER_OK != 0 {
@@ -200,7 +223,7 @@ impl DeviceStatus {
         }
     }
 
-    /// What last put the device into `DEVICE_NEEDS_RESET`, for the log; taken.
+    /// What last put the device into `DEVICE_NEEDS_RESET`; taken. For tests; the user hears of it by `report_to`.
     pub fn take_trouble(&self) -> Option<String> {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use base::EventFd;
 use base::listen::Listening;
+use base::news::News;
 use base::reactor::Reactor;
 use block::{Disk, Op};
 
@@ -34,6 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const LISTENER: u64 = 0;
 const STOP: u64 = 1;
 const ENDED: u64 = 2;
+const NEWS: u64 = 3;
 
 /// What is exported, and to how many.
 #[derive(Debug)]
@@ -114,18 +116,18 @@ impl Server {
         Ok(Self { listening, about, root, clients: if shared { clients.max(1) } else { 1 } })
     }
 
-    /// Serves until `stop` is written to; then ends all connections, makes everything durable and removes the socket.
+    /// Serves until `stop` is written to, and prints what the disk says through `news`; then ends all connections, makes everything durable and removes the socket.
     ///
     /// # Errors
     /// When the socket can't be listened on any more, or the last flush fails.
-    pub fn run(self, stop: &EventFd) -> Result<(), Error> {
+    pub fn run(self, stop: &EventFd, news: &News) -> Result<(), Error> {
         let path = self.listening.path().to_owned();
         let failed = |what| {
             let path = path.clone();
             move |source| Error::Io { path, what, source }
         };
         let ended = Arc::new(EventFd::new(base::EFD_NONBLOCK).map_err(failed("listen"))?);
-        let connections = self.accept(stop, &ended).map_err(failed("listen"))?;
+        let connections = self.accept((stop, news), &ended).map_err(failed("listen"))?;
         for connection in &connections {
             // A client that left has no socket to shut down.
             let _ = connection.socket.shutdown(Shutdown::Both);
@@ -141,9 +143,10 @@ impl Server {
     }
 
     /// Takes clients until `stop`; gives the connections that are left.
-    fn accept(&self, stop: &EventFd, ended: &Arc<EventFd>) -> io::Result<Vec<Connection>> {
+    fn accept(&self, (stop, news): (&EventFd, &News), ended: &Arc<EventFd>) -> io::Result<Vec<Connection>> {
         let mut reactor = Reactor::new()?;
         reactor.add(stop, STOP)?;
+        reactor.add(news, NEWS)?;
         reactor.add(ended.as_ref(), ENDED)?;
         reactor.add(&self.listening, LISTENER)?;
         let mut connections: Vec<Connection> = Vec::new();
@@ -165,6 +168,7 @@ impl Server {
                 stopped |= ready.token == STOP;
                 knocked |= ready.token == LISTENER;
             }
+            crate::tell(news);
             if stopped {
                 return Ok(connections);
             }

@@ -15,6 +15,7 @@ use std::{io, thread};
 
 use base::EventFd;
 use base::listen::Listening;
+use base::news::News;
 use base::reactor::Reactor;
 use block::Disk;
 use vhost::vhost_user::BackendReqHandler;
@@ -25,6 +26,7 @@ use backend::Backend;
 const LISTENER: u64 = 0;
 const STOP: u64 = 1;
 const ENDED: u64 = 2;
+const NEWS: u64 = 3;
 
 /// A server that listens.
 pub struct Server {
@@ -42,19 +44,24 @@ impl Server {
         Ok(Self { listening, backend: Arc::new(Mutex::new(Backend::new(disk, spec))) })
     }
 
-    /// Serves until `stop` is written to; then ends the connection after what is in flight, and removes the socket. What
+    /// Serves until `stop` is written to, and prints what the disk says through `news`; then ends the connection after what is in flight, and removes the socket. What
     /// clients did not flush is as durable as the host makes it.
     ///
     /// # Errors
     /// When the socket can't be listened on any more.
-    pub fn run(self, stop: &EventFd) -> Result<(), Error> {
-        self.accept(stop).map_err(|source| Error::Io { path: self.listening.path().to_owned(), what: "listen", source })
+    pub fn run(self, stop: &EventFd, news: &News) -> Result<(), Error> {
+        self.accept(stop, news).map_err(|source| Error::Io {
+            path: self.listening.path().to_owned(),
+            what: "listen",
+            source,
+        })
     }
 
-    fn accept(&self, stop: &EventFd) -> io::Result<()> {
+    fn accept(&self, stop: &EventFd, news: &News) -> io::Result<()> {
         let ended = EventFd::new(base::EFD_NONBLOCK)?;
         let mut reactor = Reactor::new()?;
         reactor.add(stop, STOP)?;
+        reactor.add(news, NEWS)?;
         reactor.add(&ended, ENDED)?;
         reactor.add(&self.listening, LISTENER)?;
         let mut client: Option<(thread::JoinHandle<()>, UnixStream)> = None;
@@ -77,6 +84,7 @@ impl Server {
                     reactor.add(&self.listening, LISTENER)?;
                 }
             }
+            crate::tell(news);
             if stopped {
                 return Ok(());
             }

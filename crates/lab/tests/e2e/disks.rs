@@ -62,6 +62,8 @@ guest "dd if=/dev/zero of=/dev/vda bs=1M count=100 oflag=direct && echo all writ
     );
     printed.shows("I/O error").shows("still reads").shows("status 0");
     assert!(!printed.stdout.contains("all written"), "{printed:#?}");
+    let said = "disk /lab/small/disk.raw: the host failed a request, No space left on device; make room";
+    assert!(printed.stdout.contains(said) || printed.stderr.contains(said), "the user hears of it: {printed:#?}");
 }
 
 /// One boot for what a guest sees of a disk's device: queues, names and sizes, a resize while it runs, rate limits.

@@ -2,8 +2,11 @@
 //! `tare img serve`: gives an image to other programs (QEMU, the kernel's NBD client, other monitors) over a Unix socket,
 //! until a signal ends it: by NBD, or by vhost-user to another monitor's guest.
 
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use base::news::News;
 use block::Cache;
 use export::nbd::{Export, Server};
 use export::vhost_user;
@@ -95,19 +98,22 @@ fn parse(options: &mut Options<'_>) -> Result<Asked, Refusal> {
 /// See [`HELP`].
 pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
     let asked = parse(options)?;
-    let disk = asked.how.open(&asked.file)?;
-    let stop = interrupt::install().map_err(|e| Refusal::new(format!("no eventfd to be had, {e}: this host")))?;
+    let mut disk = asked.how.open(&asked.file)?;
+    let none_left = |e: io::Error| Refusal::new(format!("no eventfd to be had, {e}: this host"));
+    let stop = interrupt::install().map_err(none_left)?;
+    let news = Arc::new(News::new().map_err(none_left)?);
+    disk.report_to(&news);
     if asked.vhost_user {
         let mut spec = spec::Disk::new(&asked.file);
         spec.serial = asked.serial;
         if asked.how.cache == Cache::Unsafe {
             spec.cache = spec::Cache::Unsafe;
         }
-        vhost_user::Server::bind(&asked.socket, disk, &spec).and_then(|server| server.run(&stop))
+        vhost_user::Server::bind(&asked.socket, disk, &spec).and_then(|server| server.run(&stop, &news))
     } else {
         let name = asked.name.unwrap_or_else(|| file_name(&asked.file));
         let export = Export { name, description: String::new(), disk, clients: asked.shared };
-        Server::bind(&asked.socket, export).and_then(|server| server.run(&stop))
+        Server::bind(&asked.socket, export).and_then(|server| server.run(&stop, &news))
     }
     .map_err(Refusal::new)?;
     Ok(0)

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use base::SECTOR_SIZE;
+use base::news::News;
 use block::{Completion, Disk, Op};
 
 use super::config::{self, Blocks, ConfigSpace, WRITEBACK, feature};
@@ -136,6 +137,13 @@ impl Blk {
     #[must_use]
     pub fn numbered(mut self, number: usize) -> Self {
         self.setup.name = format!("blk-{number}");
+        self
+    }
+
+    /// Says through `news` what goes wrong with the disk; see [`Disk::report_to`].
+    #[must_use]
+    pub fn reporting_to(mut self, news: &Arc<News>) -> Self {
+        self.disk.report_to(news);
         self
     }
 
