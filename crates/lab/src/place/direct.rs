@@ -169,9 +169,10 @@ mod tests {
     #[test]
     fn a_command_template_is_all_a_subject_needs() {
         let dir = tempfile::tempdir().unwrap();
-        let subjects =
-            parse_list(&["fake=sh -c \"echo booting {kernel}; echo @@lab ready; sleep 0.2; echo {memory_mib}\""])
-                .unwrap();
+        // It stays until its memory was read, however busy the host is.
+        let subjects = parse_list(&["fake=sh -c \"echo booting {kernel}; echo @@lab ready; \
+            until grep -q memory report.txt; do sleep 0.05; done; echo {memory_mib}\""])
+        .unwrap();
         let bundles = scenario::suite("boot", 1.0).unwrap();
         let plan =
             Plan { bundles: &bundles[..1], subjects: &subjects, repeat: 2, seed: 1, jobs: 1, budget: None, keep: None };
