@@ -32,8 +32,14 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
         }
     };
     let limit_seconds = 30 + 20 * part(10.0, 1.0);
-    let bundle =
-        |name, steps, memory_mib| Bundle { name, kind: Kind::Work(steps), memory_mib, limit_seconds, disk: None };
+    let bundle = |name, steps, memory_mib| Bundle {
+        name,
+        kind: Kind::Work(steps),
+        memory_mib,
+        limit_seconds,
+        disk: None,
+        net: false,
+    };
     let step = |(workload, mark), test, command| Step { workload, mark, test, command, after: "" };
 
     let phases = step(("boot phases", "phases"), Test::Phases, format!("dmesg|grep -e Run./init -e {SHELL} -e {USER}"));
@@ -72,6 +78,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
             memory_mib: 1024,
             limit_seconds: 30,
             disk: None,
+            net: false,
         },
         bundle("phases", vec![phases], 1024),
         bundle("cpu", cpu.to_vec(), 512),
