@@ -12,7 +12,7 @@ FUZZ_SECONDS ?= 60
 # Further options of `make bench-block`, for instance BENCH_BLOCK="--pairs 9 --only 'nbd raw'", or BENCH_BLOCK=--quick.
 BENCH_BLOCK ?=
 
-.PHONY: help demo test check unit fuzz e2e bench-exit bench-block build deps clean-cache
+.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-block build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,10 @@ e2e: deps build ## the end-to-end tests in the lab: stock kernels and user space
 bench-exit: deps build ## what the ledger costs: the same exits with accounting on and off, and the ratio
 	cargo build --release --locked -p machine --example exit_cost
 	target/release/tare-lab host once --counted --put target/release/examples/exit_cost:/lab/bin/exit_cost exit_cost 2000
+
+bench-start: build ## from exec to the guest's first instruction: tare beside the smallest C program, and the ratio
+	cargo build --release --locked -p tare --example first_instruction
+	target/release/examples/first_instruction
 
 bench-block: build ## the disk engine beside QEMU's, natively: ratios as a table, and target/bench-block.json
 	@scripts/install-deps bench

@@ -9,9 +9,11 @@ pub mod listen;
 pub mod mmap;
 pub mod news;
 pub mod reactor;
+mod resident;
 pub mod segs;
 pub mod units;
 
+pub use resident::forget_code;
 pub use segs::Seg;
 pub use units::{Gpa, Gsi, Hva, SECTOR_SIZE, Sector};
 pub use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};

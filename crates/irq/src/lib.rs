@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #![forbid(unsafe_code)]
-//! Interrupts as seen by devices: lines and messages, with no ioctl and no thread.
+//! Interrupts as seen by devices: lines, messages and the I/O APIC's registers, with no ioctl and no thread.
 //!
 //! Devices in `pci` and `virtio` hold these traits; `machine` answers them with KVM's irqfds, `testkit` with recorders.
+
+mod ioapic;
 
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
+
+pub use ioapic::IoApic;
 
 /// A message-signalled interrupt as the guest programs it (PCI 3.0, 6.8.1): an upper and lower address and data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use kvm_bindings::{CpuId, Msrs, kvm_mp_state, kvm_xcrs};
-use kvm_ioctls::VcpuFd;
+use kvm_ioctls::{SyncReg, VcpuFd};
 
 use crate::{CoalescedRing, CpuidEntry, Exit, KvmError, MsrEntry, Regs, Sregs, Stats, call};
 
@@ -42,6 +42,17 @@ impl Vcpu {
         let byte = self.immediate_exit();
         // SAFETY: the byte lies in the run page, which lives as long as self.fd; AtomicU8 has the layout of u8.
         unsafe { (*byte).store(0, Ordering::Relaxed) };
+    }
+
+    /// Has each return from `run` leave the general registers in the run page, for [`Vcpu::synced_rip`].
+    pub fn sync_registers(&mut self) {
+        self.fd.set_sync_valid_reg(SyncReg::Register);
+    }
+
+    /// The guest's instruction pointer when `run` last returned; 0 without [`Vcpu::sync_registers`].
+    #[must_use]
+    pub fn synced_rip(&mut self) -> u64 {
+        self.fd.sync_regs().regs.rip
     }
 
     /// Sets what the guest's CPUID instruction answers.

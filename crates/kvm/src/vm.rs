@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use base::{EventFd, Gpa, Gsi, Hva};
 use kvm_bindings::{
-    KVM_API_VERSION, KVM_CAP_COALESCED_PIO, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC,
-    KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, KvmIrqRouting,
-    kvm_irq_routing_entry, kvm_userspace_memory_region,
+    KVM_API_VERSION, KVM_CAP_COALESCED_PIO, KVM_CAP_SPLIT_IRQCHIP, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI,
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY,
+    KvmIrqRouting, kvm_enable_cap, kvm_irq_routing_entry, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, IoEventAddress, NoDatamatch, VmFd};
 
@@ -135,10 +135,30 @@ impl Vm {
     /// # Errors
     /// [`KvmError::Call`].
     pub fn create_irqchip(&self) -> Result<(), KvmError> {
-        // Three pages below the IOAPIC that no slot covers; Intel hosts need them for real-mode emulation.
-        self.fd.set_identity_map_address(0xfeff_c000).map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
-        self.fd.set_tss_address(0xfeff_d000).map_err(call("KVM_SET_TSS_ADDR"))?;
+        self.reserve_pages()?;
         self.fd.create_irq_chip().map_err(call("KVM_CREATE_IRQCHIP"))
+    }
+
+    /// LAPICs in the kernel, and nothing else: PIC and I/O APIC are the monitor's, which may have up to `pins` pins. `false`
+    /// where KVM can't do that.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn split_irqchip(&self, pins: u8) -> Result<bool, KvmError> {
+        if !self.fd.check_extension(Cap::SplitIrqchip) {
+            return Ok(false);
+        }
+        self.reserve_pages()?;
+        let mut cap = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, ..Default::default() };
+        cap.args[0] = u64::from(pins);
+        self.fd.enable_cap(&cap).map_err(call("KVM_ENABLE_CAP of KVM_CAP_SPLIT_IRQCHIP"))?;
+        Ok(true)
+    }
+
+    /// Three pages below the I/O APIC that no slot covers; Intel hosts need them for real-mode emulation.
+    fn reserve_pages(&self) -> Result<(), KvmError> {
+        self.fd.set_identity_map_address(0xfeff_c000).map_err(call("KVM_SET_IDENTITY_MAP_ADDR"))?;
+        self.fd.set_tss_address(0xfeff_d000).map_err(call("KVM_SET_TSS_ADDR"))
     }
 
     /// Registers (or, with size 0, removes) memory slot `slot`.

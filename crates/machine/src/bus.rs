@@ -16,6 +16,7 @@ use crate::error::Error;
 use crate::layout::ECAM;
 use crate::ledger::Party;
 use crate::mmio_host::{MmioHost, Registers};
+use crate::msi::KvmMsi;
 use crate::pci_host::PciHost;
 
 /// All virtio devices of a machine.
@@ -54,11 +55,11 @@ impl Function {
 }
 
 impl Bus {
-    /// Without devices.
+    /// Without devices. Messages go through `routes`.
     #[must_use]
-    pub fn new(transport: Transport, vm: &Vm, ram: &GuestRam) -> Self {
+    pub fn new(transport: Transport, vm: &Vm, ram: &GuestRam, routes: &KvmMsi) -> Self {
         match transport {
-            Transport::Pci => Self::Pci(PciHost::new(vm, ram)),
+            Transport::Pci => Self::Pci(PciHost::new(vm, ram, routes)),
             Transport::Mmio => Self::Mmio(MmioHost::new(vm, ram)),
         }
     }
@@ -71,6 +72,17 @@ impl Bus {
         match self {
             Self::Pci(bus) => bus.add(device).map(Function::Pci),
             Self::Mmio(bus) => bus.add(device).map(Function::Mmio),
+        }
+    }
+
+    /// Lets the guest read what it can without leaving; see [`PciHost::map_config`].
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn map_config(&mut self) -> Result<(), Error> {
+        match self {
+            Self::Pci(bus) => bus.map_config(),
+            Self::Mmio(_) => Ok(()),
         }
     }
 

@@ -2,20 +2,26 @@
 //! Who answers an exit: ports and addresses to devices. Called by vCPU threads; each device's lock is taken here and
 //! nowhere else on this path.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use irq::IoApic;
 
 use crate::bus::Bus;
 use crate::control::Control;
-use crate::layout::{ACPI_PORT, PVPANIC_PORT, SERIAL_PORT};
+use crate::layout::{ACPI_PORT, IOAPIC, PVPANIC_PORT, SERIAL_PORT};
 use crate::ledger::{Party, Reason};
 use crate::legacy::{
     AcpiPorts, Ask, I8042_COMMAND, I8042_DATA, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED, SerialPort,
 };
+use crate::msi::KvmMsi;
+use crate::timeline::{BOOT_PORT, DEBUG_PORT, Timeline};
 
 /// Everything a vCPU thread needs to answer an exit.
 pub struct Dispatch {
     control: Arc<Control>,
+    timeline: Arc<Timeline>,
     serial: Option<Mutex<SerialPort>>,
+    ioapic: Option<(Mutex<IoApic>, KvmMsi)>,
     bus: Bus,
 }
 
@@ -28,14 +34,27 @@ const ACPI_LAST: u16 = ACPI_PORT + 2;
 impl Dispatch {
     /// Puts the parts together.
     #[must_use]
-    pub fn new(control: Arc<Control>, serial: Option<SerialPort>, bus: Bus) -> Self {
-        Self { control, serial: serial.map(Mutex::new), bus }
+    pub fn new(control: Arc<Control>, timeline: Arc<Timeline>, serial: Option<SerialPort>, bus: Bus) -> Self {
+        Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, bus }
+    }
+
+    /// With an I/O APIC of `pins` pins, whose messages go to `routes`.
+    #[must_use]
+    pub fn with_ioapic(mut self, pins: u8, routes: &KvmMsi) -> Self {
+        self.ioapic = Some((Mutex::new(IoApic::new(pins)), routes.clone()));
+        self
     }
 
     /// Where outcomes go.
     #[must_use]
     pub fn control(&self) -> &Control {
         &self.control
+    }
+
+    /// Where moments go.
+    #[must_use]
+    pub fn timeline(&self) -> &Timeline {
+        &self.timeline
     }
 
     /// The virtio devices.
@@ -47,7 +66,7 @@ impl Dispatch {
     /// Runs `act` on the serial port, if there is one.
     pub fn with_serial(&self, act: impl FnOnce(&mut SerialPort)) {
         if let Some(serial) = &self.serial {
-            act(&mut serial.lock().unwrap_or_else(PoisonError::into_inner));
+            act(&mut lock(serial));
         }
     }
 
@@ -91,6 +110,7 @@ impl Dispatch {
             (I8042_DATA | I8042_COMMAND, _) => (Party::I8042, Ask::Nothing),
             (PVPANIC_PORT, [byte]) if byte & PVPANIC_PANICKED != 0 => (Party::Pvpanic, Ask::Panic),
             (ACPI_PORT..=ACPI_LAST, [byte]) => (Party::Acpi, AcpiPorts::write(port - ACPI_PORT, *byte)),
+            (BOOT_PORT | DEBUG_PORT, [byte]) => (Party::Marker, Ask::Mark(port, *byte)),
             _ => (Party::Nobody, Ask::Nothing),
         };
         (Reason::PioWrite, party, ask)
@@ -98,7 +118,7 @@ impl Dispatch {
 
     /// Answers a read outside RAM.
     pub fn mmio_read(&self, at: u64, data: &mut [u8]) -> Answered {
-        let party = self.bus.read(at, data).unwrap_or_else(|| {
+        let party = self.ioapic_read(at, data).or_else(|| self.bus.read(at, data)).unwrap_or_else(|| {
             data.fill(0xff);
             Party::Nobody
         });
@@ -107,7 +127,31 @@ impl Dispatch {
 
     /// Answers a write outside RAM.
     pub fn mmio_write(&self, at: u64, data: &[u8]) -> Answered {
-        let party = self.bus.write(at, data).unwrap_or(Party::Nobody);
+        let party = self.ioapic_write(at, data).or_else(|| self.bus.write(at, data)).unwrap_or(Party::Nobody);
         (Reason::MmioWrite, party, Ask::Nothing)
     }
+
+    fn ioapic_read(&self, at: u64, data: &mut [u8]) -> Option<Party> {
+        let (ioapic, _) = self.ioapic.as_ref().filter(|_| is_ioapic(at))?;
+        lock(ioapic).read(at - IOAPIC.0.0, data);
+        Some(Party::IoApic)
+    }
+
+    fn ioapic_write(&self, at: u64, data: &[u8]) -> Option<Party> {
+        let (ioapic, routes) = self.ioapic.as_ref().filter(|_| is_ioapic(at))?;
+        // The lock spans the route so that two vCPUs can't install theirs in the wrong order.
+        let mut ioapic = lock(ioapic);
+        if let Some(pin) = ioapic.write(at - IOAPIC.0.0, data) {
+            routes.route_pin(pin, ioapic.message(pin));
+        }
+        Some(Party::IoApic)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn is_ioapic(at: u64) -> bool {
+    (IOAPIC.0.0..IOAPIC.0.0 + IOAPIC.1).contains(&at)
 }

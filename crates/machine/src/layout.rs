@@ -2,7 +2,7 @@
 //! Where things are in the guest's physical address space and port space. RAM itself is laid out by `mem`.
 //!
 //! ```text
-//! 0xc000_0000  PCI memory window (BARs)      0xfec0_0000  IOAPIC (in KVM)
+//! 0xc000_0000  PCI memory window (BARs)      0xfec0_0000  IOAPIC
 //! 0xe000_0000  ECAM, one bus                 0xfee0_0000  local APIC (in KVM)
 //! 0xe100_0000  virtio registers              0xfeff_c000  KVM's own pages
 //! 4 GiB        high RAM, then the 64-bit PCI window
@@ -36,5 +36,7 @@ pub const PVPANIC_PORT: u16 = 0x505;
 pub const ACPI_PORT: u16 = 0x600;
 /// Interrupt of the ACPI generic event device that carries the power button.
 pub const ACPI_EVENT_GSI: Gsi = Gsi(5);
-/// First interrupt number for messages: past the IOAPIC's 24 pins.
+/// The I/O APIC's page.
+pub const IOAPIC: (Gpa, u64) = (Gpa(0xfec0_0000), 0x1000);
+/// First interrupt number for messages: past the 24 pins of KVM's IOAPIC.
 pub const FIRST_MSI_GSI: u32 = 24;

@@ -10,6 +10,9 @@ use std::fmt;
 use kvm::{StatKind, StatUnit, StatValue};
 use serde::Serialize;
 
+use crate::places::Place;
+use crate::timeline::Moment;
+
 /// Who an exit was for. The order is that of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -30,13 +33,17 @@ pub enum Party {
     PciBar,
     /// Registers of a virtio device that is no PCI function.
     VirtioMmio,
+    /// The I/O APIC.
+    IoApic,
+    /// A marker port: see `timeline`.
+    Marker,
     /// No device there.
     Nobody,
     /// KVM itself (signals, halts, errors).
     Kvm,
 }
 
-const PARTIES: [(Party, &str); 10] = [
+const PARTIES: [(Party, &str); 12] = [
     (Party::Serial, "serial"),
     (Party::I8042, "i8042"),
     (Party::Pvpanic, "pvpanic"),
@@ -45,12 +52,14 @@ const PARTIES: [(Party, &str); 10] = [
     (Party::PciEcam, "pci-ecam"),
     (Party::PciBar, "pci-bar"),
     (Party::VirtioMmio, "virtio-mmio"),
+    (Party::IoApic, "ioapic"),
+    (Party::Marker, "marker"),
     (Party::Nobody, "nobody"),
     (Party::Kvm, "kvm"),
 ];
 
 /// Why the guest left to the monitor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Reason {
     /// A port was read.
@@ -75,6 +84,14 @@ const REASONS: [(Reason, &str); 6] = [
     (Reason::Signal, "signal"),
     (Reason::Other, "other"),
 ];
+
+impl Reason {
+    /// Its name in tables.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        REASONS.iter().find(|(reason, _)| *reason == self).map_or("other", |(_, name)| name)
+    }
+}
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Cell {
@@ -235,6 +252,10 @@ pub struct Ledger {
     pub vcpus: Vec<VcpuLedger>,
     /// Per device.
     pub devices: Vec<DeviceLedger>,
+    /// What had been reached when; with exits if the timeline was asked for.
+    pub timeline: Vec<Moment>,
+    /// Exits to the monitor by place, most frequent first; empty unless the timeline was asked for.
+    pub places: Vec<Place>,
     /// Memory at the end of the run.
     pub memory: MemoryLedger,
     /// KVM's counters of the VM that are not 0.

@@ -46,6 +46,12 @@ fn place(number: usize) -> (Gpa, Gsi) {
     (Gpa(VIRTIO_MMIO.0 + number as u64 * SIZE), gsi)
 }
 
+/// The highest interrupt of `count` devices, if there are any.
+#[must_use]
+pub fn last_gsi(count: usize) -> Option<Gsi> {
+    (0..count).map(|number| place(number).1).max_by_key(|gsi| gsi.0)
+}
+
 impl MmioHost {
     /// No devices yet.
     #[must_use]
@@ -168,6 +174,7 @@ mod tests {
     #[test]
     fn lines_are_shared_once_all_are_taken() {
         let gsis: Vec<u32> = (0..VIRTIO_MMIO_MOST).map(|number| place(number).1.0).collect();
+        assert_eq!((last_gsi(0), last_gsi(1), last_gsi(14)), (None, Some(Gsi(6)), Some(Gsi(23))));
         assert_eq!(gsis[..14], [6, 9, 10, 11, 14, 16, 17, 18, 19, 20, 21, 22, 23, 6]);
         assert!(!gsis.contains(&crate::layout::SERIAL_GSI.0) && !gsis.contains(&crate::layout::ACPI_EVENT_GSI.0));
     }

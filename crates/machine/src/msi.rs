@@ -16,15 +16,40 @@ use crate::layout::FIRST_MSI_GSI;
 /// Pins of the in-kernel IOAPIC, which keep their one-to-one routes.
 const IOAPIC_PINS: u32 = 24;
 
-/// The VM's interrupt routes and the numbers given out.
+/// The VM's interrupt routes and the numbers given out. Cloning shares them.
+#[derive(Clone)]
 pub struct KvmMsi {
     shared: Arc<Shared>,
 }
 
 struct Shared {
     vm: Vm,
+    routes: Mutex<Routes>,
+}
+
+struct Routes {
+    /// What the pins of our own I/O APIC send; `None` if it is KVM's.
+    pins: Option<Vec<Option<MsiMessage>>>,
     /// One slot per number given out, from `FIRST_MSI_GSI` on.
-    messages: Mutex<Vec<Option<MsiMessage>>>,
+    messages: Vec<Option<MsiMessage>>,
+}
+
+impl Routes {
+    /// The table as KVM wants it.
+    fn table(&self) -> Vec<Route> {
+        let msi = |first: u32, messages: &[Option<MsiMessage>]| -> Vec<Route> {
+            let route = |(gsi, m): (u32, &Option<MsiMessage>)| {
+                m.map(|m| Route::Msi { gsi: Gsi(gsi), address: m.address, data: m.data })
+            };
+            (first..).zip(messages).filter_map(route).collect()
+        };
+        let mut out = match &self.pins {
+            Some(pins) => msi(0, pins),
+            None => (0..IOAPIC_PINS).map(|n| Route::Pin { gsi: Gsi(n) }).collect(),
+        };
+        out.extend(msi(FIRST_MSI_GSI, &self.messages));
+        out
+    }
 }
 
 struct Vector {
@@ -37,10 +62,22 @@ struct Vector {
 }
 
 impl KvmMsi {
-    /// Routes for `vm`, pins only so far.
+    /// Routes for `vm`, pins only so far: those of our own I/O APIC, or KVM's.
     #[must_use]
-    pub fn new(vm: Vm) -> Self {
-        Self { shared: Arc::new(Shared { vm, messages: Mutex::new(Vec::new()) }) }
+    pub fn new(vm: Vm, own_pins: Option<u8>) -> Self {
+        let pins = own_pins.map(|pins| vec![None; usize::from(pins)]);
+        Self { shared: Arc::new(Shared { vm, routes: Mutex::new(Routes { pins, messages: Vec::new() }) }) }
+    }
+
+    /// A pin of our own I/O APIC sends `message` from now on.
+    pub fn route_pin(&self, pin: u8, message: Option<MsiMessage>) {
+        let mut routes = self.shared.routes.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(slot) = routes.pins.as_mut().and_then(|pins| pins.get_mut(usize::from(pin))) else { return };
+        if *slot != message {
+            *slot = message;
+            // The table is no longer than the one before it was; the guest can't be told of a failure.
+            let _ = self.shared.vm.set_routes(&routes.table());
+        }
     }
 }
 
@@ -49,9 +86,9 @@ impl MsiSink for KvmMsi {
         let mut out: Vec<Arc<dyn MsiVector>> = Vec::with_capacity(usize::from(count));
         for _ in 0..count {
             let index = {
-                let mut messages = self.shared.messages.lock().unwrap_or_else(PoisonError::into_inner);
-                messages.push(None);
-                messages.len() - 1
+                let mut routes = self.shared.routes.lock().unwrap_or_else(PoisonError::into_inner);
+                routes.messages.push(None);
+                routes.messages.len() - 1
             };
             let gsi = Gsi(FIRST_MSI_GSI + index as u32);
             let irqfd = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
@@ -64,18 +101,11 @@ impl MsiSink for KvmMsi {
 
 impl MsiVector for Vector {
     fn route(&self, message: Option<MsiMessage>) -> io::Result<()> {
-        let mut messages = self.shared.messages.lock().unwrap_or_else(PoisonError::into_inner);
-        if messages[self.index] == message {
-            return Ok(());
-        }
-        messages[self.index] = message;
-        let pins = (0..IOAPIC_PINS).map(|n| Route::Pin { gsi: Gsi(n) });
-        let sent = messages.iter().enumerate().filter_map(|(i, m)| {
-            m.map(|m| Route::Msi { gsi: Gsi(FIRST_MSI_GSI + i as u32), address: m.address, data: m.data })
-        });
-        let routes: Vec<Route> = pins.chain(sent).collect();
+        let mut routes = self.shared.routes.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(slot) = routes.messages.get_mut(self.index).filter(|slot| **slot != message) else { return Ok(()) };
+        *slot = message;
         // The lock is held across the ioctl so that two vCPUs can't install their tables in the wrong order.
-        self.shared.vm.set_routes(&routes).map_err(io::Error::other)
+        self.shared.vm.set_routes(&routes.table()).map_err(io::Error::other)
     }
 
     fn notify(&self) {

@@ -6,7 +6,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use base::{EventFd, Gpa};
+use base::{EventFd, Gpa, Hva};
 use irq::MsiSink;
 use kvm::{IoAddress, Vm};
 use mem::GuestRam;
@@ -15,7 +15,7 @@ use virtio::VirtioDevice;
 use virtio::transport::pci::VirtioPci;
 
 use crate::error::{Error, host};
-use crate::layout::PCI_WINDOW;
+use crate::layout::{ECAM, PCI_WINDOW};
 use crate::msi::KvmMsi;
 
 /// A device on the bus, under its own lock.
@@ -48,6 +48,39 @@ pub struct PciHost {
     next: u64,
     map: RwLock<Vec<Range>>,
     doorbells: Mutex<Vec<Doorbell>>,
+    /// Configuration space where the guest can read it without leaving.
+    pages: Option<ConfigPages>,
+}
+
+/// A page of guest memory, read-only, for the configuration space of each function.
+struct ConfigPages {
+    memory: GuestRam,
+    /// Slots on the bus in the order of their pages; `None` once a page is taken away.
+    slots: Mutex<Vec<Option<u8>>>,
+}
+
+/// The host bridge's slot.
+const HOST_BRIDGE: u8 = 0;
+/// Bytes of a function's configuration space, and of its page.
+const CONFIG_PAGE: u64 = 0x1000;
+/// Of it, what may change.
+const HEADER_AND_CAPABILITIES: u64 = 0x100;
+/// First of KVM's memory slots for configuration space; RAM has the ones below.
+const FIRST_CONFIG_SLOT: u32 = 16;
+
+/// Where the guest sees the configuration space of function 0 of `slot`.
+fn config_at(slot: u8) -> Gpa {
+    Gpa(ECAM.0.0 + (u64::from(slot) << 15))
+}
+
+/// Copies the first `len` bytes of the configuration space of `slot` to `at` in `memory`.
+fn copy_config(bus: &mut PciBus, slot: u8, len: u64, memory: &GuestRam, at: Gpa) {
+    for offset in (0..len).step_by(4) {
+        let mut word = [0; 4];
+        bus.ecam_read((u64::from(slot) << 15) + offset, &mut word);
+        // The page was made for as many bytes.
+        let _ = memory.write_bytes(Gpa(at.0 + offset), &word);
+    }
 }
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -57,16 +90,17 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl PciHost {
     /// A bus with a host bridge and nothing else.
     #[must_use]
-    pub fn new(vm: &Vm, ram: &GuestRam) -> Self {
+    pub fn new(vm: &Vm, ram: &GuestRam, msi: &KvmMsi) -> Self {
         Self {
             vm: vm.clone(),
             ram: ram.clone(),
-            msi: KvmMsi::new(vm.clone()),
+            msi: msi.clone(),
             bus: Mutex::new(PciBus::new()),
             devices: Vec::new(),
             next: PCI_WINDOW.0.0,
             map: RwLock::new(Vec::new()),
             doorbells: Mutex::new(Vec::new()),
+            pages: None,
         }
     }
 
@@ -104,8 +138,57 @@ impl PciHost {
     pub fn config_write(&self, offset: u64, data: &[u8]) {
         // The bus lock spans the update so that two writes can't publish their maps in the wrong order.
         let mut bus = lock(&self.bus);
-        if let Some((slot, Effect::Moved | Effect::Decode(_))) = bus.ecam_write(offset, data) {
+        let effect = bus.ecam_write(offset, data);
+        if let Some((slot, Effect::Moved | Effect::Decode(_))) = effect {
             self.follow(slot);
+        }
+        if let Some((slot, _)) = effect {
+            self.refresh(&mut bus, slot);
+        }
+    }
+
+    /// Lets the guest read the configuration space of all functions from read-only pages, without leaving: a guest that
+    /// looks for capabilities reads each function some two hundred times. Call once all are there; where KVM can't do it,
+    /// reads leave to the monitor as before.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when the host has no memory for them.
+    pub fn map_config(&mut self) -> Result<(), Error> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let slots: Vec<u8> = std::iter::once(HOST_BRIDGE).chain(self.devices.iter().map(|(slot, _)| *slot)).collect();
+        let memory = GuestRam::anonymous(&[(Gpa(0), slots.len() as u64 * CONFIG_PAGE)])?;
+        let Some((_, _, host)) = memory.regions().next() else { return Ok(()) };
+        let mut bus = lock(&self.bus);
+        let mut mapped = Vec::with_capacity(slots.len());
+        for (page, &slot) in (0u32..).zip(&slots) {
+            let at = u64::from(page) * CONFIG_PAGE;
+            copy_config(&mut bus, slot, CONFIG_PAGE, &memory, Gpa(at));
+            let (page, host) = (FIRST_CONFIG_SLOT + page, Hva(host.0 + at));
+            // SAFETY: the page is a part of `memory`, which `self` keeps until no vCPU runs any more; it holds what the
+            // guest may read of its devices.
+            let done = unsafe { self.vm.set_slot(page, config_at(slot), CONFIG_PAGE, host, true) };
+            mapped.push(done.is_ok().then_some(slot));
+        }
+        drop(bus);
+        self.pages = Some(ConfigPages { memory, slots: Mutex::new(mapped) });
+        Ok(())
+    }
+
+    /// The guest wrote to configuration space of `slot`: its page follows. A function whose driver goes through the window
+    /// in configuration space loses its page, since reads have effects then.
+    fn refresh(&self, bus: &mut PciBus, slot: u8) {
+        let Some(pages) = &self.pages else { return };
+        let mut slots = lock(&pages.slots);
+        let Some((page, mapped)) = (0u32..).zip(slots.iter_mut()).find(|(_, s)| **s == Some(slot)) else { return };
+        if self.devices.iter().any(|(s, device)| *s == slot && lock(device).window_in_use()) {
+            // SAFETY: a slot of no bytes needs no memory.
+            let _ = unsafe { self.vm.set_slot(FIRST_CONFIG_SLOT + page, config_at(slot), 0, Hva(0), true) };
+            *mapped = None;
+        } else {
+            let at = Gpa(u64::from(page) * CONFIG_PAGE);
+            copy_config(bus, slot, HEADER_AND_CAPABILITIES, &pages.memory, at);
         }
     }
 

@@ -17,9 +17,12 @@ use crate::dispatch::Dispatch;
 use crate::error::{Error, host};
 use crate::ledger::{DeviceLedger, Ledger, VcpuLedger, memory, plain, ticks};
 use crate::legacy::SerialPort;
+use crate::places::{Place, Places};
 use crate::registry::Registry;
 use crate::remote::{Controls, Remote};
 use crate::signals::Signals;
+use crate::tap;
+use crate::timeline::Timeline;
 use crate::timer::Timer;
 use crate::vcpu::{self, Accounting, Stopped};
 
@@ -56,6 +59,14 @@ pub fn run_remote(vm: &spec::Vm, io: &ConsoleIo, remote: &mut dyn Remote) -> Res
     whole_run(vm, io, Accounting::On, Some(remote))
 }
 
+/// [`run`] whose ledger also says what exits each stretch of the timeline took, and where they came from.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_explained(vm: &spec::Vm, io: &ConsoleIo) -> Result<Report, Error> {
+    whole_run(vm, io, Accounting::Places, None)
+}
+
 /// [`run`] with a choice of accounting, for the benchmark that shows what the ledger costs.
 ///
 /// # Errors
@@ -68,13 +79,46 @@ fn whole_run(
     vm: &spec::Vm,
     io: &ConsoleIo,
     accounting: Accounting,
-    mut remote: Option<&mut dyn Remote>,
+    remote: Option<&mut dyn Remote>,
 ) -> Result<Report, Error> {
     let clock = Clock::start();
+    let timeline = Arc::new(Timeline::new(clock.begun));
+    // Before any thread: they inherit it.
     let mut signals = Signals::block().map_err(host("take over signals"))?;
-    let built = build::build(vm, io, remote.is_some())?;
+    if accounting != Accounting::Places {
+        return guest_run(vm, io, accounting, remote, &mut Whole { clock, timeline, signals: &mut signals });
+    }
+    let (tapped, tap) = tap::open(io, timeline.clone()).map_err(host("tap the console"))?;
+    let mut whole = Whole { clock, timeline: timeline.clone(), signals: &mut signals };
+    let report = guest_run(vm, &tapped, accounting, remote, &mut whole);
+    drop(tapped);
+    tap.finish();
+    let mut report = report?;
+    report.ledger.timeline = timeline.take();
+    Ok(report)
+}
+
+/// What a run has from its first moment to its last.
+struct Whole<'a> {
+    clock: Clock,
+    timeline: Arc<Timeline>,
+    signals: &'a mut Signals,
+}
+
+fn guest_run(
+    vm: &spec::Vm,
+    io: &ConsoleIo,
+    accounting: Accounting,
+    mut remote: Option<&mut dyn Remote>,
+    whole: &mut Whole<'_>,
+) -> Result<Report, Error> {
+    let Whole { clock, timeline, signals } = whole;
+    let built = build::build(vm, io, remote.is_some(), timeline)?;
     let setup = clock.begun.elapsed();
     let Built { vm: kvm_vm, ram, vcpus, dispatch, mut registry, timer, button } = built;
+    if accounting == Accounting::Places {
+        timeline.count(vcpus.iter().filter_map(Vcpu::stats).collect());
+    }
     let serving = match &mut remote {
         Some(remote) => {
             let controls = Controls::new(vm, registry.take_controls());
@@ -83,9 +127,10 @@ fn whole_run(
         None => None,
     };
     let vcpus = start(vcpus, &dispatch, accounting)?;
+    base::forget_code();
     let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &button };
     // From here on the guest is over when this returns: whatever goes wrong can only make the account poorer.
-    let outcome = watched.until_over(&mut signals, io).unwrap_or_else(|e| {
+    let outcome = watched.until_over(signals, io).unwrap_or_else(|e| {
         let outcome = Outcome::GuestFault(e.to_string());
         dispatch.control().finish(outcome.clone());
         outcome
@@ -97,7 +142,10 @@ fn whole_run(
     registry.drain();
     dispatch.bus().stop();
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
-    let ledger = account(&clock, setup, &stopped, registry.ledgers(), &ranges, &kvm_vm);
+    let mut ledger = account(clock, setup, &stopped, registry.ledgers(), &ranges, &kvm_vm);
+    if accounting != Accounting::Places {
+        ledger.timeline = timeline.take();
+    }
     Ok(Report { outcome, ledger })
 }
 
@@ -229,9 +277,18 @@ fn account(
         interrupts: 0,
         vcpus: vcpus.collect(),
         devices,
+        timeline: Vec::new(),
+        places: most_frequent(stopped),
         memory: memory(&smaps, guest),
         kvm: vm.stats().map(|s| plain(&s.read())).unwrap_or_default(),
     };
     ledger.total();
     ledger
+}
+
+/// Where the exits of all vCPUs came from.
+fn most_frequent(stopped: &[Stopped]) -> Vec<Place> {
+    let mut rows: Vec<Place> = stopped.iter().filter_map(|s| s.places.as_ref()).flat_map(Places::rows).collect();
+    rows.sort_by_key(|place| std::cmp::Reverse(place.count));
+    rows
 }

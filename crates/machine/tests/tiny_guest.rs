@@ -8,7 +8,7 @@ mod common;
 
 use std::io::Write;
 
-use common::{Code, have_kvm, run, run_vm};
+use common::{Code, have_kvm, run, run_vm, run_with};
 use machine::{Accounting, Outcome};
 
 #[test]
@@ -191,4 +191,23 @@ fn a_disk_is_read_through_mmio_registers() {
     assert_eq!(writes, Some(12), "one for each step, and the kick is KVM's: {exits:?}");
     let disk = &report.ledger.devices[0];
     assert_eq!((disk.requests, disk.bytes_read, disk.interrupts), (1, 512, 1), "{disk:?}");
+}
+
+#[test]
+fn markers_and_places_are_in_the_ledger() {
+    if !have_kvm() {
+        return;
+    }
+    let mut code = Code::new();
+    code.out(0x80, 0x41).out(0x80, 0x41).out(0x3f0, 7).out(0x3f0, 123).out(0x3f8, b'\n').out(0x600, 0x34);
+    let (report, output) = run_with(&code, Accounting::Places, |_| {});
+    assert_eq!(output, b"\n", "the tap passes output on");
+    let moments: Vec<&str> = report.ledger.timeline.iter().map(|m| m.what.as_str()).collect();
+    let at = moments.iter().position(|m| *m == "the guest starts").unwrap();
+    assert_eq!(moments[at + 1..], ["debug port 0x41", "boot marker"]);
+    let marked = report.ledger.places.iter().filter(|p| p.at == 0x80 || p.at == 0x3f0);
+    assert_eq!(marked.map(|p| p.count).sum::<u64>(), 4);
+    assert!(report.ledger.places.iter().all(|p| p.rip >= 0x20_0000 && p.rip < 0x20_1000), "the guest's own code");
+    let (report, _) = run(&code, |_| {});
+    assert!(report.ledger.places.is_empty() && !report.ledger.timeline.is_empty());
 }

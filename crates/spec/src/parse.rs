@@ -6,8 +6,8 @@
 use std::path::PathBuf;
 
 use crate::{
-    Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, DiskThreads, KernelDecompress, MAX_CPUS, Memory, Paths,
-    SpecError, Throttle, Transport, Zeros,
+    Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, MAX_CPUS,
+    Memory, Paths, SpecError, Throttle, Transport, Zeros,
 };
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
@@ -132,6 +132,11 @@ impl Word for Console {
 impl Word for Transport {
     const WHAT: &'static str = "a transport";
     const WORDS: &'static [(&'static str, Self)] = &[("pci", Self::Pci), ("mmio", Self::Mmio)];
+}
+
+impl Word for Irqchip {
+    const WHAT: &'static str = "a place for the interrupt chips";
+    const WORDS: &'static [(&'static str, Self)] = &[("split", Self::Split), ("kernel", Self::Kernel)];
 }
 
 impl Word for KernelDecompress {
@@ -545,6 +550,7 @@ mod tests {
         check::<Cache>();
         check::<Aio>();
         check::<Console>();
+        check::<Irqchip>();
         check::<KernelDecompress>();
         check::<Transport>();
     }

@@ -43,6 +43,9 @@ pub struct Vm {
     /// How the guest finds its virtio devices.
     #[serde(default)]
     pub transport: Transport,
+    /// Where the interrupt chips are.
+    #[serde(default)]
+    pub irqchip: Irqchip,
     /// An entropy device fed from the host's `getrandom`.
     #[serde(default = "yes", deserialize_with = "on_off")]
     pub rng: bool,
@@ -77,6 +80,7 @@ impl Vm {
             nets: Vec::new(),
             console: Console::default(),
             transport: Transport::default(),
+            irqchip: Irqchip::default(),
             rng: yes(),
             ledger: None,
             kvm: dev_kvm(),
@@ -88,10 +92,10 @@ impl Vm {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KernelDecompress {
-    /// The kernel's own stub, inside the guest: works for every kernel.
+    /// The kernel's own stub, inside the guest.
     #[default]
     Guest,
-    /// The monitor, before the guest starts: faster where the compression is one it knows.
+    /// The monitor, before the guest starts, where the compression is one it knows: quicker, and the guest touches less memory.
     Monitor,
 }
 
@@ -312,6 +316,18 @@ pub enum Aio {
     IoUring,
     /// A few threads making plain system calls.
     Threads,
+}
+
+/// Where the interrupt chips are. Local APICs are always KVM's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Irqchip {
+    /// The I/O APIC is tare's, with only the pins that are used, and there is no PIC: a guest that sets up each pin at boot
+    /// leaves less often. PCI configuration space is read from pages, too. KVM's chips where KVM can't do that.
+    Split,
+    /// KVM's I/O APIC of 24 pins and its PIC.
+    #[default]
+    Kernel,
 }
 
 /// The guest's console.

@@ -12,7 +12,8 @@ use std::path::PathBuf;
 use lexopt::{Arg, Parser};
 use serde::Deserialize;
 use spec::{
-    Console, Cpus, Disk, FromText, KernelDecompress, Memory, Net, Said, SpecError, Transport, Word, parse_on_off,
+    Console, Cpus, Disk, FromText, Irqchip, KernelDecompress, Memory, Net, Said, SpecError, Transport, Word,
+    parse_on_off,
 };
 
 use crate::exit::Failure;
@@ -39,6 +40,8 @@ pub struct Typed {
     pub console: Option<Console>,
     /// `--transport`
     pub transport: Option<Transport>,
+    /// `--irqchip`
+    pub irqchip: Option<Irqchip>,
     /// `--no-rng` is `Some(false)`.
     pub rng: Option<bool>,
     /// `--kernel-decompress`
@@ -55,18 +58,22 @@ pub struct Typed {
     pub kvm: Option<PathBuf>,
 }
 
-/// A command line: what was typed, and the one flag that is no key of the file.
+/// A command line: what was typed, and the flags that are no keys of the file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Line {
     /// What was typed.
     pub typed: Typed,
     /// `--config`
     pub config: Option<PathBuf>,
+    /// `--explain`
+    pub explain: bool,
+    /// `--symbols`
+    pub symbols: Option<PathBuf>,
 }
 
 impl From<Typed> for Line {
     fn from(typed: Typed) -> Self {
-        Self { typed, config: None }
+        Self { typed, ..Self::default() }
     }
 }
 
@@ -102,7 +109,7 @@ impl Word for OnReset {
 
 /// One flag.
 struct Flag {
-    /// After `--`, and the key in `vm.toml`; only `no-rng` (`rng = false`) and `config` are no keys.
+    /// After `--`, and the key in `vm.toml`; only `no-rng` (`rng = false`), `config`, `explain` and `symbols` are no keys.
     name: &'static str,
     /// What the value is called in the help; `None` for a switch.
     value: Option<&'static str>,
@@ -195,6 +202,12 @@ const FLAGS: &[Flag] = &[
         set: |t, v| put(&mut t.transport, "transport", word("transport", v)?),
     },
     Flag {
+        name: "irqchip",
+        value: Some("WHERE"),
+        help: &["the I/O APIC: tare's, with the pins in use, or KVM's;", "split or kernel [kernel]"],
+        set: |t, v| put(&mut t.irqchip, "irqchip", word("irqchip", v)?),
+    },
+    Flag {
         name: "no-rng",
         value: None,
         help: &["no virtio entropy device (rng = false in vm.toml)"],
@@ -250,6 +263,24 @@ const FLAGS: &[Flag] = &[
             "paths in it are relative to it, and flags go before it",
         ],
         set: |t, v| put(&mut t.config, "config", v.into()),
+    },
+    Flag {
+        name: "explain",
+        value: None,
+        help: &[
+            "at the end prints the boot as a timeline on standard error: what",
+            "each stretch took, and where the exits to tare came from",
+        ],
+        set: |t, _| {
+            t.explain = true;
+            Ok(())
+        },
+    },
+    Flag {
+        name: "symbols",
+        value: Some("FILE"),
+        help: &["the guest kernel's System.map or kallsyms, for --explain"],
+        set: |t, v| put(&mut t.symbols, "symbols", v.into()),
     },
     Flag { name: "kvm", value: Some("FILE"), help: &[], set: |t, v| put(&mut t.kvm, "kvm", v.into()) },
 ];
@@ -373,7 +404,9 @@ mod tests {
 
     #[test]
     fn every_flag_is_a_key() {
-        for key in FLAGS.iter().map(|f| f.name).filter(|name| !["no-rng", "config"].contains(name)) {
+        for key in
+            FLAGS.iter().map(|f| f.name).filter(|name| !["no-rng", "config", "explain", "symbols"].contains(name))
+        {
             let value = match key {
                 "disk" => "[\"a\"]",
                 "net" => "[\"user\"]",
@@ -381,6 +414,7 @@ mod tests {
                 "memory" => "\"1G\"",
                 "console" => "\"none\"",
                 "transport" => "\"mmio\"",
+                "irqchip" => "\"kernel\"",
                 "rng" => "false",
                 "kernel-decompress" => "\"guest\"",
                 "on-reset" => "\"exit\"",

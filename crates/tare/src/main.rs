@@ -69,6 +69,13 @@ fn command(args: &mut Parser) -> Result<Done, Failure> {
             Asked::Help => show(&run_help()),
             Asked::Do(typed) => run::run(&Meant::new(typed)?)?,
         },
+        Some("boot") => match flags::parse_run(args)? {
+            Asked::Help => show(&run_help()),
+            Asked::Do(mut typed) => {
+                typed.on_reset.get_or_insert(flags::OnReset::Exit);
+                run::run(&Meant::new(typed)?)?
+            }
+        },
         Some("img") => return Ok(Done::Images),
         Some("ctl") => match ctl::parse(args)? {
             Asked::Help => show(ctl::HELP),
@@ -81,7 +88,7 @@ fn command(args: &mut Parser) -> Result<Done, Failure> {
         Some("help") => show(&overview()),
         _ => {
             let what = format!("unknown command `{}`: command line", name.to_string_lossy());
-            return Err(Failure::usage(format!("{what}; the commands are run, ctl, img and doctor")));
+            return Err(Failure::usage(format!("{what}; the commands are run, boot, ctl, img and doctor")));
         }
     };
     Ok(Done::Exit(exit))
@@ -98,6 +105,7 @@ fn overview() -> String {
         "tare v{}: a microVM monitor that shows what virtualization weighs\n\n\
          usage:\n\
          \x20 tare run --kernel FILE [--disk FILE] [--cpus N] [--memory SIZE] ...   run a machine\n\
+         \x20 tare boot --explain --kernel FILE ...                               the same, once; the boot as a timeline\n\
          \x20 tare ctl --api SOCKET COMMAND ...                                   ask a machine that runs\n\
          \x20 tare img COMMAND [options] FILE...                                  work on disk images\n\
          \x20 tare doctor [--json]                                                look at this host\n\

@@ -21,6 +21,10 @@ pub struct Meant {
     pub pidfile: Option<PathBuf>,
     /// Where the API's socket goes.
     pub api: Option<PathBuf>,
+    /// Whether the boot is explained at the end.
+    pub explain: bool,
+    /// Names of the guest kernel's functions, for that.
+    pub symbols: Option<PathBuf>,
 }
 
 impl Meant {
@@ -29,7 +33,10 @@ impl Meant {
     /// # Errors
     /// [`Failure`] with exit code 2.
     pub fn new(line: impl Into<Line>) -> Result<Self, Failure> {
-        let Line { typed: flags, config } = line.into();
+        let Line { typed: flags, config, explain, symbols } = line.into();
+        if explain && flags.api.is_some() {
+            return Err(Failure::usage("--explain and --api don't go together: command line; take one out"));
+        }
         let file = match &config {
             Some(path) => read_config(path)?,
             None => Typed::default(),
@@ -48,6 +55,7 @@ impl Meant {
             nets: flags.net.or(file.net).unwrap_or_default().into_iter().map(|Said(net)| net).collect(),
             console: flags.console.or(file.console).unwrap_or(default.console),
             transport: flags.transport.or(file.transport).unwrap_or(default.transport),
+            irqchip: flags.irqchip.or(file.irqchip).unwrap_or(default.irqchip),
             rng: flags.rng.or(file.rng).unwrap_or(default.rng),
             ledger: flags.ledger.or(file.ledger),
             kvm: flags.kvm.or(file.kvm).unwrap_or(default.kvm),
@@ -59,6 +67,8 @@ impl Meant {
             on_reset: flags.on_reset.or(file.on_reset).unwrap_or_default(),
             pidfile: flags.pidfile.or(file.pidfile),
             api: flags.api.or(file.api),
+            explain,
+            symbols,
         })
     }
 }
@@ -105,7 +115,7 @@ mod tests {
         fs::write(&path, text).unwrap();
         let mut typed = Typed::default();
         change(&mut typed);
-        let meant = Meant::new(Line { typed, config: Some(path) });
+        let meant = Meant::new(Line { typed, config: Some(path), ..Line::default() });
         (dir, meant)
     }
 
@@ -124,7 +134,10 @@ mod tests {
             ledger: Some("-".into()),
             ..Vm::new(dir.path().join("k"))
         };
-        assert_eq!(meant.unwrap(), Meant { vm: expected, on_reset: OnReset::Exit, pidfile: None, api: None });
+        assert_eq!(
+            meant.unwrap(),
+            Meant { vm: expected, on_reset: OnReset::Exit, pidfile: None, api: None, explain: false, symbols: None }
+        );
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::files::{LedgerFile, PidFile};
 use crate::flags::OnReset;
 use crate::meaning::Meant;
 use crate::terminal::RawTerminal;
-use crate::vmm::{self, End, Weight};
+use crate::vmm::{self, End, Weight, With};
 
 /// A start that ends in a reset within this time counts towards a loop.
 const QUICK: Duration = Duration::from_secs(30);
@@ -69,18 +69,38 @@ pub fn run(meant: &Meant) -> Result<Exit, Failure> {
     let ledger = LedgerTo::new(meant.vm.ledger.as_deref())?;
     let _pid = meant.pidfile.as_deref().map(PidFile::create).transpose()?;
     let api = meant.api.as_deref().map(api::Server::bind).transpose().map_err(Failure::usage)?;
+    let symbols = meant.symbols.as_deref().map(read_symbols).transpose()?.unwrap_or_default();
+    let with = match &api {
+        Some(server) => With::Api(server),
+        None if meant.explain => With::Explanation(&symbols),
+        None => With::Nothing,
+    };
     let terminal = RawTerminal::enter().map_err(|e| {
         Failure::monitor(format!("terminal can't be made raw, {}: standard input; use a pipe", reason(&e)))
     })?;
     let console = vmm::console(&meant.vm, terminal.is_raw());
-    let ended = console.and_then(|io| start_until_over(meant, |vm| vmm::start(vm, &io, api.as_ref()), Instant::now));
+    let ended = console.and_then(|io| start_until_over(meant, |vm| vmm::start(vm, &io, &with), Instant::now));
     drop(terminal);
     let (exit, said, weight) = ended?;
     if let Some(said) = said {
         complain(&said);
     }
+    if let Some(text) = &weight.explained {
+        // Standard error may be closed; there is nobody left to tell.
+        let _ = io::stderr().write_all(text.as_bytes());
+    }
     ledger.write(&weight)?;
     Ok(exit)
+}
+
+fn read_symbols(path: &Path) -> Result<machine::Symbols, Failure> {
+    machine::Symbols::read(path).map_err(|e| {
+        Failure::usage(format!(
+            "symbols can't be read, {}: {}; check the path and its mode",
+            reason(&e),
+            path.display()
+        ))
+    })
 }
 
 /// Starts the machine again for each reset until it is over. `start` and `now` are parameters for the tests.
@@ -125,7 +145,7 @@ mod tests {
             let (lived, end) = script[used].clone();
             used += 1;
             clock.set(clock.get() + Duration::from_secs(lived));
-            Ok((end, Weight { table: String::new(), json: Vec::new() }))
+            Ok((end, Weight { table: String::new(), json: Vec::new(), explained: None }))
         };
         let (exit, _, _) = start_until_over(&meant, start, || clock.get()).unwrap();
         (exit, used)

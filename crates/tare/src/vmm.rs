@@ -27,6 +27,8 @@ pub struct Weight {
     pub table: String,
     /// For programs.
     pub json: Vec<u8>,
+    /// The boot as a timeline, if it was asked for.
+    pub explained: Option<String>,
 }
 
 /// Connects a console to standard input and output. `raw`: standard input is a terminal in raw mode.
@@ -59,20 +61,42 @@ impl machine::Remote for Join<'_> {
     }
 }
 
-/// Starts the machine and comes back when the guest is over. `api`, if there is one, serves meanwhile.
+/// How many places `--explain` shows.
+const PLACES: usize = 25;
+
+/// What a machine is started with.
+pub enum With<'a> {
+    /// Nothing.
+    Nothing,
+    /// An API that serves meanwhile.
+    Api(&'a api::Server),
+    /// An explanation of the boot, with these names.
+    Explanation(&'a machine::Symbols),
+}
+
+/// Starts the machine and comes back when the guest is over.
 ///
 /// # Errors
 /// [`Failure`]: a file can't be used, or the host or the monitor failed.
-pub fn start(vm: &Vm, io: &ConsoleIo, api: Option<&api::Server>) -> Result<(End, Weight), Failure> {
-    let report = match api {
-        Some(server) => machine::run_remote(vm, io, &mut Join(server)),
-        None => machine::run(vm, io),
+pub fn start(vm: &Vm, io: &ConsoleIo, with: &With<'_>) -> Result<(End, Weight), Failure> {
+    let report = match with {
+        With::Nothing => machine::run(vm, io),
+        With::Api(server) => machine::run_remote(vm, io, &mut Join(server)),
+        With::Explanation(_) => machine::run_explained(vm, io),
     }
     .map_err(failure)?;
     let mut json = serde_json::to_vec_pretty(&report.ledger)
         .map_err(|e| Failure::monitor(format!("ledger can't be written, {e}: JSON; please report this line")))?;
     json.push(b'\n');
-    Ok((end(report.outcome), Weight { table: report.ledger.to_string(), json }))
+    let explained = match with {
+        With::Explanation(symbols) => Some(format!(
+            "{}{}",
+            machine::Explained(&report.ledger.timeline),
+            machine::places_table(&report.ledger.places, symbols, PLACES)
+        )),
+        _ => None,
+    };
+    Ok((end(report.outcome), Weight { table: report.ledger.to_string(), json, explained }))
 }
 
 fn end(outcome: Outcome) -> End {

@@ -6,7 +6,7 @@
 //! happens only up to a quarter of RAM. Everything else reaches the guest as it is.
 
 mod prefix;
-mod zstd;
+pub mod zstd;
 
 use base::Gpa;
 use mem::GuestRam;

@@ -7,6 +7,7 @@ mod image;
 mod input;
 mod lz4;
 mod relocs;
+mod stream;
 
 use base::Gpa;
 use mem::GuestRam;
@@ -25,6 +26,10 @@ type Sink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), BootError>;
 pub enum Format {
     /// Legacy LZ4 frames (`lz4 -l`).
     Lz4,
+    /// A gzip member.
+    Gzip,
+    /// A zstd frame.
+    Zstd,
     /// A format only the guest unpacks; its name.
     Other(&'static str),
 }
@@ -35,9 +40,9 @@ impl Format {
     pub fn of(start: &[u8]) -> Self {
         let magics: [(&[u8], Self); 8] = [
             (&lz4::MAGIC, Self::Lz4),
-            (&[0x1f, 0x8b], Self::Other("gzip")),
+            (&[0x1f, 0x8b], Self::Gzip),
             (&[0xfd, b'7', b'z', b'X', b'Z', 0], Self::Other("xz")),
-            (&[0x28, 0xb5, 0x2f, 0xfd], Self::Other("zstd")),
+            (&[0x28, 0xb5, 0x2f, 0xfd], Self::Zstd),
             (&[0x5d, 0, 0], Self::Other("lzma")),
             (b"BZh", Self::Other("bzip2")),
             (&[0x89, b'L', b'Z', b'O'], Self::Other("lzo")),
@@ -51,6 +56,8 @@ impl Format {
     pub fn name(self) -> &'static str {
         match self {
             Self::Lz4 => "lz4",
+            Self::Gzip => "gzip",
+            Self::Zstd => "zstd",
             Self::Other(name) => name,
         }
     }
@@ -96,6 +103,8 @@ pub fn unpack(ram: &GuestRam, kernel: &Source<'_>, bz: &BzImage, to: Placement) 
     let input = Input::new(kernel, bz.payload, end);
     match format {
         Format::Lz4 => lz4::decode(input, &mut |bytes| image.push(bytes))?,
+        Format::Gzip => stream::gzip(input, &mut |bytes| image.push(bytes))?,
+        Format::Zstd => stream::zstd(kernel, bz.payload, &mut |bytes| image.push(bytes))?,
         Format::Other(_) => return Ok(Outcome::LeaveToGuest("tare does not unpack this compression")),
     }
     image.finish()
@@ -130,7 +139,11 @@ pub(crate) mod tests {
 
     /// A bzImage around `kernel`, packed as lz4.
     pub(crate) fn bzimage(kernel: &[u8]) -> Vec<u8> {
-        let mut payload = lz4::tests::store(kernel);
+        bzimage_of(kernel, lz4::tests::store(kernel))
+    }
+
+    /// A bzImage around `kernel`, which is packed in `payload`.
+    fn bzimage_of(kernel: &[u8], mut payload: Vec<u8>) -> Vec<u8> {
         payload.extend_from_slice(&(kernel.len() as u32).to_le_bytes());
         let mut header = bare_header();
         header.setup_sects = 1;
@@ -170,6 +183,52 @@ pub(crate) mod tests {
         assert_eq!((word(20), word(4096), word(8192)), (0x9090_9090, 0, 0x9090_9090));
         assert_eq!(word(0x10_0000), 0x0303_0303);
         assert_eq!(ram.read::<u64>(Gpa(PREF)), Some(0), "nothing where it is linked");
+    }
+
+    fn gzip(bytes: &[u8]) -> Vec<u8> {
+        let mut packer = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        std::io::Write::write_all(&mut packer, bytes).unwrap();
+        packer.finish().unwrap()
+    }
+
+    fn zstd(bytes: &[u8]) -> Vec<u8> {
+        let mut packed = vec![0; zstd_safe::compress_bound(bytes.len())];
+        let len = zstd_safe::compress(&mut packed[..], bytes, 3).unwrap();
+        packed.truncate(len);
+        packed
+    }
+
+    #[test]
+    fn each_compression_gives_the_same_kernel() {
+        let to = Placement { at: PREF, shift: 0 };
+        let (plain, outcome) = unpacked(&bzimage(&inner()), to);
+        assert_eq!(outcome.unwrap(), Outcome::Done(Gpa(PREF + 8)));
+        for pack in [gzip, zstd] {
+            let (ram, outcome) = unpacked(&bzimage_of(&inner(), pack(&inner())), to);
+            assert_eq!(outcome.unwrap(), Outcome::Done(Gpa(PREF + 8)));
+            let (mut want, mut got) = (vec![0; INIT_SIZE as usize], vec![0; INIT_SIZE as usize]);
+            plain.read_bytes(Gpa(PREF), &mut want).unwrap();
+            ram.read_bytes(Gpa(PREF), &mut got).unwrap();
+            assert!(want == got);
+        }
+    }
+
+    #[test]
+    fn damage_in_any_byte_is_an_error_and_never_a_panic() {
+        let to = Placement { at: PREF, shift: 0 };
+        for pack in [gzip, zstd] {
+            let good = bzimage_of(&inner(), pack(&inner()));
+            for at in (1024 + 0x300..good.len()).step_by(7) {
+                let mut bad = good.clone();
+                bad[at] ^= 0x55;
+                if let (_, Err(e)) = unpacked(&bad, to) {
+                    assert!(!e.to_string().contains('\n'));
+                }
+            }
+            let packed = pack(&inner());
+            let (_, outcome) = unpacked(&bzimage_of(&inner(), packed[..packed.len() / 2].to_vec()), to);
+            assert!(outcome.is_err(), "cut in half");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ use super::plot::{Bar, Chart, Group, PARTS, subject_colour};
 use super::{count, number, summary, tax};
 use crate::price::KINDS;
 use crate::report::{Report, Row};
+use crate::scenario::stamps::PARTS as PARTS_OF_A_BOOT;
 
 const STYLE: &str = include_str!("style.css");
 
@@ -228,6 +229,7 @@ fn boots(report: &Report, out: &mut String) -> Result<()> {
             writeln!(plots, "<p>{caption}</p>\n<figure>{}</figure>", chart(report, groups, unit, false)?)?;
         }
     }
+    plots += &timelines(report)?;
     if !plots.is_empty() {
         writeln!(
             out,
@@ -237,6 +239,38 @@ fn boots(report: &Report, out: &mut String) -> Result<()> {
         )?;
     }
     Ok(())
+}
+
+/// The boot as a timeline, a bar for each subject.
+fn timelines(report: &Report) -> Result<String> {
+    let rows: Vec<&Row> = PARTS_OF_A_BOOT
+        .iter()
+        .filter_map(|part| {
+            let metric = format!("of it {part}");
+            report.results.iter().find(|row| row.workload == "boot" && row.metric == metric)
+        })
+        .collect();
+    if rows.len() != PARTS_OF_A_BOOT.len() {
+        return Ok(String::new());
+    }
+    let who: Vec<&str> = subject_names(report)
+        .into_iter()
+        .filter(|name| rows.iter().all(|row| row.median.contains_key(*name)))
+        .collect();
+    let bar = |(series, name): (usize, &&str)| {
+        let parts: Vec<f64> = rows.iter().filter_map(|row| row.median.get(*name).copied()).collect();
+        let label = format!("{} s", number(parts.iter().sum()));
+        Bar { series, parts, label }
+    };
+    let chart = Chart {
+        legend: PARTS_OF_A_BOOT.to_vec(),
+        colours: PARTS[..rows.len()].to_vec(),
+        groups: vec![Group { name: "boot".to_owned(), bars: who.iter().enumerate().map(bar).collect() }],
+        stacked: Some(who),
+        own_scale: false,
+        unit: " s",
+    };
+    Ok(format!("<p>The boot as a timeline, by the guest kernel's own clock.</p>\n<figure>{}</figure>", chart.svg()?))
 }
 
 fn exits(report: &Report, out: &mut String) -> Result<()> {

@@ -7,7 +7,7 @@
 
 use anyhow::{Result, bail};
 
-use super::{Bundle, Kind};
+use super::{Bundle, Kind, stamps};
 use crate::report::{Better, Figure};
 use crate::sample::Sample;
 
@@ -27,7 +27,13 @@ pub fn bundles() -> Vec<Bundle> {
 /// The figures of one boot.
 pub fn figures(name: &'static str, sample: &Sample) -> Result<Vec<(&'static str, Figure)>> {
     let ready = sample.need("ready")?;
-    let mut out = vec![Figure::new("time to user space", "s", Better::Lower, ready.micros as f64 / 1e6)];
+    let total = ready.micros as f64 / 1e6;
+    let mut out = vec![Figure::new("time to user space", "s", Better::Lower, total)];
+    for (part, seconds) in
+        stamps::parts(&sample.console, total).into_iter().flat_map(|p| stamps::PARTS.into_iter().zip(p))
+    {
+        out.push(Figure::new(&format!("of it {part}"), "s", Better::Lower, seconds));
+    }
     if let Some(exits) = sample.exits(None, "ready") {
         out.push(Figure::new("exits", "", Better::Lower, exits.total as f64));
         for (kind, count) in &exits.by_kind {

@@ -10,6 +10,7 @@ pub mod fileio;
 pub mod init;
 mod microvm;
 pub mod net;
+pub mod stamps;
 mod tax;
 
 use anyhow::{Result, bail};

@@ -18,6 +18,8 @@ pub enum Ask {
     Reset,
     /// Note that the guest's kernel panicked.
     Panic,
+    /// Note a marker of the guest: its port and value.
+    Mark(u16, u8),
 }
 
 /// i8042 command port (and status when read).

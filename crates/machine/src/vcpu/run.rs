@@ -16,6 +16,8 @@ use crate::control::Outcome;
 use crate::dispatch::Dispatch;
 use crate::ledger::{Counters, Party, Reason, guest_time_ns, ticks};
 use crate::legacy::Ask;
+use crate::places::Places;
+use crate::timeline::{BOOT_PORT, GUEST_STARTS};
 
 /// The signal that gets a vCPU thread out of the guest.
 fn kick_signal() -> libc::c_int {
@@ -33,6 +35,8 @@ pub enum Accounting {
     On,
     /// Don't.
     Off,
+    /// Count and time each, and note where it came from: another system call's worth an exit.
+    Places,
 }
 
 /// A running vCPU thread.
@@ -56,6 +60,8 @@ pub struct Stopped {
     pub stats: Vec<StatValue>,
     /// The kernel's guest time of the thread, nanoseconds.
     pub guest_ns: u64,
+    /// Where its exits came from, if that was asked for.
+    pub places: Option<Places>,
 }
 
 /// Starts vCPU `id` on a thread of its own.
@@ -67,14 +73,28 @@ pub fn spawn(id: u8, mut vcpu: Vcpu, dispatch: Arc<Dispatch>, accounting: Accoun
     let immediate_exit = ImmediateExit(vcpu.immediate_exit());
     let thread = std::thread::Builder::new().name(format!("vcpu{id}")).stack_size(STACK).spawn(move || {
         let mut counters = Counters::default();
+        let mut places = None;
+        if accounting == Accounting::Places {
+            vcpu.sync_registers();
+            places = Some(Places::default());
+        }
+        if id == 0 {
+            dispatch.timeline().note(GUEST_STARTS);
+        }
         while !dispatch.control().stopping() {
             match accounting {
-                Accounting::On => step::<true>(id, &mut vcpu, &dispatch, &mut counters),
-                Accounting::Off => step::<false>(id, &mut vcpu, &dispatch, &mut counters),
+                Accounting::On => drop(step::<true>(id, &mut vcpu, &dispatch, &mut counters)),
+                Accounting::Off => drop(step::<false>(id, &mut vcpu, &dispatch, &mut counters)),
+                Accounting::Places => {
+                    let (reason, at) = step::<true>(id, &mut vcpu, &dispatch, &mut counters);
+                    if let Some(places) = &mut places {
+                        places.add(reason, at, vcpu.synced_rip());
+                    }
+                }
             }
         }
         let stats = vcpu.stats().map(|s| s.read()).unwrap_or_default();
-        (vcpu, Stopped { counters, stats, guest_ns: own_guest_ns() })
+        (vcpu, Stopped { counters, stats, guest_ns: own_guest_ns(), places })
     })?;
     Ok(Started { thread, immediate_exit })
 }
@@ -95,29 +115,31 @@ impl Started {
     }
 }
 
-/// One entry into the guest and the answer to what it left for.
-fn step<const COUNT: bool>(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counters: &mut Counters) {
+/// One entry into the guest and the answer to what it left for: why, and the port or address it touched.
+#[inline]
+fn step<const COUNT: bool>(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counters: &mut Counters) -> (Reason, u64) {
     let before = if COUNT { ticks() } else { 0 };
     let exit = vcpu.run();
     let left = if COUNT { ticks() } else { 0 };
-    let (reason, party, ask) = match exit {
-        Ok(Exit::IoIn(port, data)) => dispatch.port_read(port, data),
-        Ok(Exit::IoOut(port, data)) => dispatch.port_write(port, data),
-        Ok(Exit::MmioRead(at, data)) => dispatch.mmio_read(at, data),
-        Ok(Exit::MmioWrite(at, data)) => dispatch.mmio_write(at, data),
-        Ok(Exit::Intr) => (Reason::Signal, Party::Kvm, Ask::Nothing),
+    let nowhere = (Reason::Other, Party::Kvm, Ask::Nothing);
+    let (at, (reason, party, ask)) = match exit {
+        Ok(Exit::IoIn(port, data)) => (port.into(), dispatch.port_read(port, data)),
+        Ok(Exit::IoOut(port, data)) => (port.into(), dispatch.port_write(port, data)),
+        Ok(Exit::MmioRead(at, data)) => (at, dispatch.mmio_read(at, data)),
+        Ok(Exit::MmioWrite(at, data)) => (at, dispatch.mmio_write(at, data)),
+        Ok(Exit::Intr) => (0, (Reason::Signal, Party::Kvm, Ask::Nothing)),
         Ok(other) => {
             let what = fatal(&other);
             let detail = if matches!(what, Fatal::Internal) { vcpu.internal_error() } else { 0 };
             finish_fatal(id, vcpu, &what, detail, dispatch);
-            (Reason::Other, Party::Kvm, Ask::Nothing)
+            (0, nowhere)
         }
         Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN)) => {
-            (Reason::Signal, Party::Kvm, Ask::Nothing)
+            (0, (Reason::Signal, Party::Kvm, Ask::Nothing))
         }
         Err(e) => {
             dispatch.control().finish(Outcome::GuestFault(format!("vCPU {id} can't run: {e}")));
-            (Reason::Other, Party::Kvm, Ask::Nothing)
+            (0, nowhere)
         }
     };
     if COUNT {
@@ -129,7 +151,10 @@ fn step<const COUNT: bool>(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counter
         Ask::PowerOff => dispatch.control().finish(Outcome::PowerOff),
         Ask::Reset => dispatch.control().finish(Outcome::Reset),
         Ask::Panic => dispatch.control().finish(Outcome::Panic),
+        Ask::Mark(BOOT_PORT, value) => dispatch.timeline().boot_port(value),
+        Ask::Mark(_, value) => dispatch.timeline().debug_port(value),
     }
+    (reason, at)
 }
 
 /// Exits after which the guest can't go on.

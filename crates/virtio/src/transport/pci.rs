@@ -191,6 +191,12 @@ impl VirtioPci {
         self.core.update_config();
     }
 
+    /// Whether the driver reaches the BAR through configuration space just now, so that reading that has effects.
+    #[must_use]
+    pub fn window_in_use(&self) -> bool {
+        self.window().is_some()
+    }
+
     /// The state machine behind the registers.
     #[must_use]
     pub const fn core(&self) -> &Core {
