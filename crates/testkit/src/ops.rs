@@ -129,7 +129,12 @@ fn queue_ops(input: &mut Input<'_>, ram: &GuestRam, agreed: u64, size: u16) {
                     queue.push_used(head, input.len());
                 }
             }
-            13 => queue.push_used(u16::from(input.u8()), 1),
+            13 => {
+                // Any head: one that is out is given back, any other is ignored.
+                let head = u16::from(input.u8());
+                queue.push_used(head, 1);
+                out.retain(|o| *o != head);
+            }
             14 => {
                 queue.needs_notification();
             }
