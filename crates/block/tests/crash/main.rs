@@ -390,7 +390,7 @@ cases! {
     subclusters_shared_with_snapshots, 240: Start { snapshots: Snapshots::Editor, ..PARTS };
     compressed_shared_with_snapshots, 240:
         Start { size: 96 << 10, written: PACKED, snapshots: Snapshots::Editor, backing: Backing::Chain, ..FOUR };
-    encrypted, 150: Start { words: LUKS, key: Some("sesame"), written: &[], ..FOUR };
+    encrypted, 60: Start { words: LUKS, key: Some("sesame"), written: &[], ..FOUR };
     an_external_data_file, 310: Start { data: Data::External, ..FOUR };
     an_external_data_file_with_subclusters, 180: Start { data: Data::External, backing: Backing::Raw, ..PARTS };
     a_raw_external_data_file, 310: Start { data: Data::ExternalRaw, resize: true, ..FOUR };
