@@ -205,8 +205,8 @@ impl FileStorage {
     pub fn attach(&mut self, wake: &EventFd) -> io::Result<()> {
         self.back = match self.aio {
             Aio::Threads => Back::Threads(Threads::new(&self.file, self.block_device, wake)?),
-            Aio::IoUring => Back::Uring(Box::new(Uring::new(&self.file, self.block_device, wake)?)),
-            Aio::Auto => match Uring::new(&self.file, self.block_device, wake) {
+            Aio::IoUring => Back::Uring(Box::new(Uring::new(&self.file, self.block_device, self.direct(), wake)?)),
+            Aio::Auto => match Uring::new(&self.file, self.block_device, self.direct(), wake) {
                 Ok(ring) => Back::Uring(Box::new(ring)),
                 Err(_) => Back::Threads(Threads::new(&self.file, self.block_device, wake)?),
             },

@@ -6,8 +6,9 @@
 //! sleeps in the kernel, and writes the worker's eventfd, which the worker sleeps on anyway. While the worker is up the
 //! eventfd is switched off in the shared ring.
 //!
-//! Many requests in flight end in small groups, and each group answered by itself costs a wake, a call and a kick of the
-//! device, which makes the next groups smaller still. [`Uring::linger`] lets a group grow for some microseconds first.
+//! How large the batches are depends on who serves them. The page cache does on this thread or the kernel's: the fewer calls
+//! the better, and [`Uring::linger`] lets a group of answers grow for some microseconds. A device does beside us, and idles
+//! while a long batch is prepared: past the cache the kernel is called once for every [`TO_DEVICE`] requests, and nobody waits.
 
 use std::fs::File;
 use std::io;
@@ -33,6 +34,8 @@ const MANY: usize = 8;
 const PART: usize = 8;
 /// Longest such wait.
 const LINGER: Duration = Duration::from_micros(60);
+/// Requests of one call where a device serves them: a call each would cost more, and a longer batch keeps it waiting.
+const TO_DEVICE: usize = 4;
 /// Longest piece of memory that the kernel registers, bytes.
 const LONGEST_REGION: usize = 1 << 30;
 /// `IORING_ENTER_GETEVENTS`.
@@ -62,6 +65,8 @@ pub struct Uring {
     ring: IoUring,
     file: Arc<File>,
     block_device: bool,
+    /// Requests go past the page cache.
+    direct: bool,
     /// By request id.
     flights: Vec<Flight>,
     /// Requests answered without the ring.
@@ -117,11 +122,12 @@ pub fn probe() -> io::Result<()> {
 }
 
 impl Uring {
-    /// A ring for `file`, owned by the calling thread; writes to `wake` when a completion appears.
+    /// A ring for `file`, which was opened for `direct` I/O or not, owned by the calling thread; writes to `wake` when a
+    /// completion appears.
     ///
     /// # Errors
     /// Those of [`probe`].
-    pub fn new(file: &Arc<File>, block_device: bool, wake: &EventFd) -> io::Result<Self> {
+    pub fn new(file: &Arc<File>, block_device: bool, direct: bool, wake: &EventFd) -> io::Result<Self> {
         let ring = build()?;
         if !ring.params().is_feature_submit_stable() || !ring.params().is_feature_nodrop() {
             return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
@@ -135,6 +141,7 @@ impl Uring {
             ring,
             file: Arc::clone(file),
             block_device,
+            direct,
             flights: Vec::new(),
             early: Vec::new(),
             pushed: Vec::new(),
@@ -144,10 +151,11 @@ impl Uring {
         })
     }
 
-    /// Registers memory that requests will come with; see [`crate::Disk::lend`]. Without it they are served all the same.
+    /// Registers memory that requests will come with; see [`crate::Disk::lend`]. Without it they are served all the same, and
+    /// faster where the page cache copies: the kernel's copy from and to registered memory is the slower one.
     pub fn lend(&mut self, memory: &[Seg]) {
         let fits = memory.iter().all(|s| s.len > 0 && s.len <= LONGEST_REGION) && memory.len() <= usize::from(u16::MAX);
-        if self.in_flight > 0 || !self.regions.is_empty() || memory.is_empty() || !fits {
+        if !self.direct || self.in_flight > 0 || !self.regions.is_empty() || memory.is_empty() || !fits {
             return;
         }
         let table: Vec<libc::iovec> =
@@ -210,7 +218,12 @@ impl Uring {
         // bytes that stay mapped until the request ends by the promise of the Seg's maker.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         match pushed {
-            Ok(()) => self.pushed.push(id),
+            Ok(()) => {
+                self.pushed.push(id);
+                if self.direct && self.pushed.len() >= TO_DEVICE {
+                    self.commit();
+                }
+            }
             // Can't be: a successful commit empties the queue. Answer rather than lose it.
             Err(_) => self.land(id, Err(io::Error::from_raw_os_error(libc::EAGAIN))),
         }
@@ -233,10 +246,10 @@ impl Uring {
         }
     }
 
-    /// As [`Self::commit`], and where much is in flight, sleeps in the same call until a part of it is done, at most
+    /// As [`Self::commit`], and where much is in flight through the page cache, sleeps in the same call until a part of it is done, at most
     /// [`LINGER`]. Backs off where that time passes in vain.
     pub fn linger(&mut self) {
-        let worth = self.in_flight >= MANY && self.early.is_empty() && !self.broken;
+        let worth = !self.direct && self.in_flight >= MANY && self.early.is_empty() && !self.broken;
         if !worth || !self.patience.as_mut().is_some_and(Patience::try_now) {
             return self.commit();
         }

@@ -46,6 +46,8 @@ pub struct Job {
     range: Range<usize>,
     /// Bytes of the cluster that are wanted, from its start on.
     upto: usize,
+    /// That is all of it.
+    all: bool,
     /// Room for them, if there is some to use again.
     bytes: Vec<u8>,
 }
@@ -77,7 +79,8 @@ impl Decompressors {
         }
         job.bytes.resize(job.upto, 0);
         let data = job.data.bytes().get(job.range).unwrap_or_default();
-        let whole = slot.as_mut().is_some_and(|d| d.run(data, &mut job.bytes).is_ok());
+        let run = if job.all { Decompressor::run } else { Decompressor::run_start };
+        let whole = slot.as_mut().is_some_and(|d| run(d, data, &mut job.bytes).is_ok());
         Unpacked { key: job.key, bytes: job.bytes, whole }
     }
 }
@@ -286,9 +289,11 @@ impl Handle {
         let wanted = self.unpacking.under_way.get(&key).map_or(&[][..], |(_, wanted)| wanted.as_slice());
         let furthest = wanted.iter().map(Wanted::end).max().unwrap_or(cluster);
         let again = wanted.len() > 1 || self.unpacking.kept(key).is_some();
-        let upto = if image.compression == Compression::Zlib && !again { furthest } else { cluster };
+        // Stopping early pays for the slower reader only where it is early.
+        let start = image.compression == Compression::Zlib && !again && furthest <= cluster / 3 * 2;
+        let upto = if start { furthest } else { cluster };
         let bytes = self.unpacking.room(cluster);
-        let job = Job { key, kind: image.compression, data: buf, range, upto, bytes };
+        let job = Job { key, kind: image.compression, data: buf, range, upto, all: !start, bytes };
         // One alone is done sooner here than a thread wakes up; a disk that is not attached has nobody to wake.
         let alone = self.unpacking.under_way.len() <= 1 || !self.inbox.can_wake();
         let job = if alone { Err(job) } else { self.unpacking.pool.give(job, &self.inbox) };
