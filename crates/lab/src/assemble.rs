@@ -259,7 +259,8 @@ pub(crate) mod tests {
                 "fileio rndrw",
                 "fileio rndrw direct",
                 "boot",
-                "boot quiet"
+                "boot quiet",
+                "boot untested"
             ]
         );
         let cpu = report.row("cpu", "rate").unwrap();

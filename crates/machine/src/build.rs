@@ -68,7 +68,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let mut serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
     let mut bus = Bus::new(spec.transport, &vm, &ram, &routes);
     let registry = Registry::populate(spec, &mut bus, io, remote)?;
-    // With the chips split, everything is done for few exits; the default does what every end-to-end test has been through.
+    // `kernel` is the machine without either of what a split one does for fewer exits, so that one can be seen beside the other.
     if spec.irqchip == spec::Irqchip::Split {
         bus.map_config()?;
     }

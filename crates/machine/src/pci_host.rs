@@ -138,13 +138,11 @@ impl PciHost {
     pub fn config_write(&self, offset: u64, data: &[u8]) {
         // The bus lock spans the update so that two writes can't publish their maps in the wrong order.
         let mut bus = lock(&self.bus);
-        let effect = bus.ecam_write(offset, data);
-        if let Some((slot, Effect::Moved | Effect::Decode(_))) = effect {
+        let Some((slot, effect)) = bus.ecam_write(offset, data) else { return };
+        if effect != Effect::None {
             self.follow(slot);
         }
-        if let Some((slot, _)) = effect {
-            self.refresh(&mut bus, slot);
-        }
+        self.refresh(&mut bus, slot);
     }
 
     /// Lets the guest read the configuration space of all functions from read-only pages, without leaving: a guest that

@@ -101,7 +101,10 @@ fn a_guest_that_hangs_can_be_ended() {
 /// First page of virtio registers.
 const REGISTERS: u32 = 0xe100_0000;
 
-/// I/O APIC and local APIC, both in KVM.
+/// Configuration space of the first device, behind the host bridge.
+const CONFIG: u32 = 0xe000_8000;
+
+/// I/O APIC and local APIC.
 const IOAPIC: u32 = 0xfec0_0000;
 const LAPIC: u32 = 0xfee0_0000;
 
@@ -120,6 +123,45 @@ fn put(code: &mut Code, at: u32, value: u32) {
     code.bytes(&[0xc7, 0x04, 0x25]).bytes(&at.to_le_bytes()).bytes(&value.to_le_bytes());
 }
 
+/// The page tables end with the first GiB: mov rax, cr3; mov rax, [rax]; and rax, -4096; then entry 3 of the PDPT leads to a
+/// directory of ours, with large pages at these places in the last GiB below 4.
+fn map_high(code: &mut Code, places: &[u32]) {
+    const DIRECTORY: u32 = 0x30_1000;
+    for at in places {
+        put(code, DIRECTORY + (at >> 21 & 511) * 8, (at & !0x1f_ffff) | 0x83);
+    }
+    code.bytes(&[0x0f, 0x20, 0xd8, 0x48, 0x8b, 0, 0x48, 0x25, 0, 0xf0, 0xff, 0xff]);
+    code.bytes(&[0xc7, 0x40, 24]).bytes(&(DIRECTORY | 3).to_le_bytes());
+}
+
+/// Reads from a page or leaving to the monitor, a guest finds in configuration space what it wrote there, whatever else
+/// the write changed or did not.
+#[test]
+fn configuration_space_reads_as_it_was_written() {
+    if !have_kvm() {
+        return;
+    }
+    // The command register: memory on, then the bus master too, which moves no BAR, then memory off again.
+    const COMMAND: u32 = 4;
+    for (irqchip, reads) in [(spec::Irqchip::Split, None), (spec::Irqchip::Kernel, Some(3))] {
+        let mut code = Code::new();
+        map_high(&mut code, &[CONFIG]);
+        // mov ebx, CONFIG; mov dx, 0x3f8
+        code.bytes(&[0xbb]).bytes(&CONFIG.to_le_bytes()).bytes(&[0x66, 0xba, 0xf8, 3]);
+        for value in [0x02, 0x06, 0x04] {
+            // mov word ptr [rbx + COMMAND], value; mov al, [rbx + COMMAND]; add al, '0'; out dx, al
+            code.bytes(&[0x66, 0xc7, 0x43, COMMAND as u8, value, 0, 0x8a, 0x43, COMMAND as u8, 0x04, 0x30, 0xee]);
+        }
+        code.out(0x600, 0x34);
+        let change = |vm: &mut spec::Vm| (vm.irqchip, vm.rng) = (irqchip, true);
+        let (report, output) = run_vm(&code, Accounting::On, change, |_| {});
+        assert_eq!(String::from_utf8_lossy(&output), "264", "{irqchip:?}");
+        let exits = &report.ledger.vcpus[0].exits;
+        let seen = exits.iter().find(|e| e.reason == "mmio-read").map(|e| e.count);
+        assert_eq!(seen, reads, "{exits:?}");
+    }
+}
+
 /// A driver of a dozen steps (virtio 1.2, 3.1 and 4.2): reads one block, waits until its interrupt is pending at the local
 /// APIC and says why, prints what it read.
 #[test]
@@ -133,15 +175,8 @@ fn a_disk_is_read_through_mmio_registers() {
     const HEADER: u32 = 0x30_0400;
     const STATUS: u32 = 0x30_0600;
     const DATA: u32 = 0x30_0800;
-    const DIRECTORY: u32 = 0x30_1000;
     let mut code = Code::new();
-    // The page tables end with the first GiB: mov rax, cr3; mov rax, [rax]; and rax, -4096; then entry 3 of the PDPT leads to a
-    // directory of ours, with large pages at the registers and the APICs.
-    for at in [REGISTERS, IOAPIC, LAPIC] {
-        put(&mut code, DIRECTORY + (at >> 21 & 511) * 8, at | 0x83);
-    }
-    code.bytes(&[0x0f, 0x20, 0xd8, 0x48, 0x8b, 0, 0x48, 0x25, 0, 0xf0, 0xff, 0xff]);
-    code.bytes(&[0xc7, 0x40, 24]).bytes(&(DIRECTORY | 3).to_le_bytes());
+    map_high(&mut code, &[REGISTERS, IOAPIC, LAPIC]);
     // mov ebx, REGISTERS
     code.bytes(&[0xbb]).bytes(&REGISTERS.to_le_bytes());
     for (number, (at, len, flags)) in (0u32..).zip([(HEADER, 16, 1), (DATA, 512, 3), (STATUS, 1, 2)]) {

@@ -324,9 +324,9 @@ pub enum Aio {
 pub enum Irqchip {
     /// The I/O APIC is tare's, with only the pins that are used, and there is no PIC: a guest that sets up each pin at boot
     /// leaves less often. PCI configuration space is read from pages, too. KVM's chips where KVM can't do that.
+    #[default]
     Split,
     /// KVM's I/O APIC of 24 pins and its PIC.
-    #[default]
     Kernel,
 }
 

@@ -137,7 +137,8 @@ const FLAGS: &[Flag] = &[
         value: Some("TEXT"),
         help: &[
             "kernel command line, all of it; without this flag tare chooses",
-            "console=..., root=/dev/vda rw (with a disk) and reboot=k panic=-1.",
+            "console=..., root=/dev/vda rw (with a disk), reboot=k panic=-1 and",
+            "cryptomgr.notests (no self-tests of the kernel's cryptography: half of a boot).",
             "For an image with partitions say root=/dev/vda1 here",
         ],
         set: |t, v| put(&mut t.cmdline, "cmdline", utf8("cmdline", v)?),
@@ -204,7 +205,7 @@ const FLAGS: &[Flag] = &[
     Flag {
         name: "irqchip",
         value: Some("WHERE"),
-        help: &["the I/O APIC: tare's, with the pins in use, or KVM's;", "split or kernel [kernel]"],
+        help: &["the I/O APIC: tare's, with the pins in use, or KVM's;", "split or kernel [split]"],
         set: |t, v| put(&mut t.irqchip, "irqchip", word("irqchip", v)?),
     },
     Flag {

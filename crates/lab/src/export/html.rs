@@ -235,7 +235,8 @@ fn boots(report: &Report, out: &mut String) -> Result<()> {
             out,
             "<section><h2>Boot</h2><p>A stock kernel with an initrd of one small program. <b>boot</b>: serial console with all kernel \
              messages, the same for every monitor. \
-             <b>boot quiet</b>: <code>quiet</code>, each monitor on its own default console.</p>{plots}</section>"
+             <b>boot quiet</b>: <code>quiet</code>, each monitor on its own default console. <b>boot untested</b>: the same, without \
+             the tests that the kernel makes of its cryptography (<code>cryptomgr.notests</code>).</p>{plots}</section>"
         )?;
     }
     Ok(())

@@ -74,7 +74,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
     let mut out = vec![
         Bundle {
             name: "memory 1 GiB",
-            kind: Kind::Boot { quiet: false },
+            kind: Kind::Boot { quiet: false, words: "" },
             memory_mib: 1024,
             limit_seconds: 30,
             disk: None,

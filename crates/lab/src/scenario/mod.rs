@@ -44,6 +44,8 @@ pub enum Kind {
     Boot {
         /// The subject's own console and `quiet`, instead of a serial console with all messages.
         quiet: bool,
+        /// More of the command line, a space before each word.
+        words: &'static str,
     },
     /// Run steps in order, on the root disk.
     Work(Vec<Step>),
@@ -151,7 +153,7 @@ impl Bundle {
     /// The console a subject gets in this bundle. Work has a serial one for all, like for like.
     pub fn console(&self, subject: &Subject) -> Console {
         match self.kind {
-            Kind::Boot { quiet: true } => subject.own_console(),
+            Kind::Boot { quiet: true, .. } => subject.own_console(),
             _ => Console::Serial,
         }
     }
@@ -170,9 +172,9 @@ impl Bundle {
         // The dummy screen lets a stock initrd open its console before it has loaded the virtio module.
         let console = if console == Console::Virtio { "tty0 console=hvc0" } else { console.device() };
         match &self.kind {
-            Kind::Boot { quiet } => {
+            Kind::Boot { quiet, words } => {
                 let quiet = if *quiet { " quiet" } else { "" };
-                format!("console={console}{quiet} reboot=k panic=-1")
+                format!("console={console}{quiet} reboot=k panic=-1{words}")
             }
             Kind::Work(steps) => {
                 let setup = if self.net { net::SETUP } else { "" };
@@ -244,8 +246,8 @@ mod tests {
             all.iter().filter(|bundle| bundle.fits(&subject)).map(|bundle| bundle.name).collect::<Vec<_>>()
         };
         assert_eq!(fit("native"), ["compute", "fileio"]);
-        assert_eq!(fit("firecracker"), ["boot", "boot quiet"]);
-        assert_eq!(fit("tare").len(), 4);
+        assert_eq!(fit("firecracker"), ["boot", "boot quiet", "boot untested"]);
+        assert_eq!(fit("tare").len(), 5);
         assert_eq!(suite("tax/fileio", 0.1).unwrap().len(), 1);
         assert!(suite("tax/disk", 0.1).unwrap_err().to_string().contains("compute, fileio"));
         assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, net, microvm, all"));
@@ -284,5 +286,6 @@ mod tests {
         assert_eq!(all[1].console(&tare), Console::Virtio);
         assert_eq!(all[1].console(&Subject::parse("qemu").unwrap()), Console::Serial);
         assert!(all[1].cmdline(Console::Virtio, "").contains("console=hvc0 quiet"));
+        assert!(all[2].cmdline(Console::Virtio, "").ends_with("panic=-1 cryptomgr.notests"));
     }
 }

@@ -16,12 +16,13 @@ use crate::storage::buffer::AlignedBuf;
 
 use super::chain::Chain;
 use super::fetch::Need;
-use super::handle::{Handle, State, Tag, Task};
+use super::handle::Handle;
 use super::image::Image;
 use super::inbox::Waiter;
 use super::meta::Meta;
 use super::refs::{Dirty, Refs};
 use super::side;
+use super::task::{State, Tag, Task};
 
 /// How far a cycle is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

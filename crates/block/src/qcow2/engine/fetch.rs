@@ -10,11 +10,12 @@ use std::sync::{Arc, MutexGuard};
 use crate::disk::Op;
 use crate::storage::buffer::AlignedBuf;
 
-use super::handle::{Handle, State, Tag, Task};
+use super::handle::Handle;
 use super::image::Image;
 use super::inbox::Waiter;
 use super::meta::Meta;
 use super::side;
+use super::task::{State, Tag, Task};
 
 /// Something to be read: which, and its offset in the file. One cluster long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The engine that serves qcow2 images: `chain` opens, `handle` drives requests, `read`, `write` and `zero` find out where
+//! The engine that serves qcow2 images: `chain` opens, `handle` drives requests (`task`), `read`, `write` and `zero` find out where
 //! their bytes are, `straight` passes on what needs no more than that, `cycle` puts metadata on disk in order, `cache`, `refs` and `meta` are what it works on.
 
 mod cache;
@@ -17,6 +17,7 @@ mod refs;
 mod side;
 mod slab;
 mod straight;
+mod task;
 mod tools;
 mod unpack;
 mod write;

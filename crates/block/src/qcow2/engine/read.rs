@@ -9,8 +9,9 @@ use crate::qcow2::format::entry::{Compressed, Mapping};
 use crate::storage::buffer::{AlignedBuf, cut, fill_zero, scatter, transform};
 
 use super::chain::{Chain, Layer};
-use super::handle::{Handle, Sealed, State, Tag, Task};
+use super::handle::Handle;
 use super::image::{Image, Look};
+use super::task::{Sealed, State, Tag, Task};
 
 /// Where a run of guest bytes is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

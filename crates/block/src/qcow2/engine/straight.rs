@@ -8,9 +8,10 @@ use std::sync::atomic::Ordering;
 use crate::disk::{Op, Request};
 
 use super::chain::Chain;
-use super::handle::{Handle, Tag};
+use super::handle::Handle;
 use super::image::{Image, Look};
 use super::read::{Extent, Found};
+use super::task::Tag;
 use super::write::in_place;
 
 impl Handle {

@@ -13,11 +13,12 @@ use crate::storage::buffer::AlignedBuf;
 
 use super::chain::Chain;
 use super::fetch::Need;
-use super::handle::{Handle, Kind, errno_of};
+use super::handle::{Handle, errno_of};
 use super::inbox::Waiter;
 use super::meta::{Meta, NewHead};
 use super::read::Found;
 use super::side;
+use super::task::Kind;
 use super::zero::Change;
 
 fn error(errno: i32) -> io::Error {

@@ -20,8 +20,9 @@ use crate::qcow2::format::entry::Compressed;
 use crate::qcow2::format::header::Compression;
 use crate::storage::buffer::{AlignedBuf, scatter};
 
-use super::handle::{Handle, Tag, Task};
+use super::handle::Handle;
 use super::inbox::Inbox;
+use super::task::{Tag, Task};
 
 /// Most threads of one chain.
 const MOST_THREADS: usize = 4;

@@ -14,10 +14,11 @@ use crate::storage::zeroing::BLOCK;
 
 use super::chain::Chain;
 use super::fetch::Need;
-use super::handle::{Handle, Kind, Parent, State, Tag, Task};
+use super::handle::Handle;
 use super::image::{Image, Look};
 use super::meta::{InFlight, Meta, host_of};
 use super::read::{Extent, Found};
+use super::task::{Kind, Parent, State, Tag, Task};
 
 /// Most bytes allocated for one request at a time.
 const LONGEST: u64 = 2 << 20;

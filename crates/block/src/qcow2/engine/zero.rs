@@ -7,9 +7,10 @@ use std::sync::atomic::Ordering;
 
 use crate::qcow2::format::entry::{Mapping, Partial};
 
-use super::handle::{Handle, Kind, Parent, State, Task};
+use super::handle::Handle;
 use super::image::{Image, Look};
 use super::read::{Extent, Found};
+use super::task::{Kind, Parent, State, Task};
 use super::write::entry;
 
 /// Most bytes written as zeroes by one piece.
