@@ -61,6 +61,12 @@ impl Kvm {
         self.fd.get_max_vcpus()
     }
 
+    /// How many numbers there are for vCPUs, which are their APIC ids and may have gaps.
+    #[must_use]
+    pub fn max_vcpu_ids(&self) -> usize {
+        self.fd.get_max_vcpu_id()
+    }
+
     /// What KVM can show a guest, one entry per leaf and sub-leaf.
     ///
     /// # Errors
@@ -252,11 +258,11 @@ impl Vm {
         self.fd.set_gsi_routing(&table).map_err(call("KVM_SET_GSI_ROUTING"))
     }
 
-    /// Makes vCPU `id`; its LAPIC id is the same number.
+    /// Makes the vCPU whose LAPIC has number `id`.
     ///
     /// # Errors
     /// [`KvmError::Call`].
-    pub fn create_vcpu(&self, id: u8) -> Result<Vcpu, KvmError> {
+    pub fn create_vcpu(&self, id: u32) -> Result<Vcpu, KvmError> {
         let fd = self.fd.create_vcpu(u64::from(id)).map_err(call("KVM_CREATE_VCPU"))?;
         Ok(Vcpu::new(fd))
     }

@@ -23,6 +23,7 @@ use crate::msi::KvmMsi;
 use crate::registry::Registry;
 use crate::timeline::Timeline;
 use crate::timer::Timer;
+use crate::vcpu::topology::Topology;
 use crate::vcpu::{cpuid, setup};
 
 /// A VM that is ready to run.
@@ -49,7 +50,7 @@ pub struct Built {
 /// See [`Error`].
 pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timeline>) -> Result<Built, Error> {
     let kvm = Kvm::open(&spec.kvm)?;
-    check_host(spec, &kvm)?;
+    let topology = check_host(spec, &kvm)?;
     let vm = kvm.create_vm()?;
     let ram = GuestRam::anonymous(&mem::ranges(spec.memory.size))?;
     for (slot, (at, size, hva)) in (0u32..).zip(ram.regions()) {
@@ -73,20 +74,20 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
         bus.map_config()?;
     }
     timeline.note("devices");
-    let loaded = load(spec, &ram, &bus)?;
+    let loaded = load(spec, topology.apic_ids(), &ram, &bus)?;
     timeline.note("kernel, initrd and tables");
 
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));
     let supported = kvm.supported_cpuid()?;
-    for id in 0..spec.cpus.count {
-        let vcpu = vm.create_vcpu(id)?;
+    for index in 0..spec.cpus.count {
+        let vcpu = vm.create_vcpu(topology.seat(index).apic_id)?;
         let inputs = cpuid::Inputs {
             supported: &supported,
-            cpus: &spec.cpus,
+            topology,
             tsc_deadline: kvm.has_tsc_deadline(),
             tsc_khz: vcpu.tsc_khz(),
         };
-        let table = cpuid::table(&inputs, id);
+        let table = cpuid::table(&inputs, index);
         vcpu.set_cpuid(&table)?;
         setup::extended_state(&vcpu, &table)?;
         setup::msrs(&vcpu)?;
@@ -123,13 +124,22 @@ fn irqchip(spec: &spec::Vm, vm: &Vm) -> Result<Option<u8>, Error> {
     Ok(None)
 }
 
-/// What can be told before anything is made.
-fn check_host(spec: &spec::Vm, kvm: &Kvm) -> Result<(), Error> {
+/// What can be told before anything is made; gives the seats of the vCPUs.
+fn check_host(spec: &spec::Vm, kvm: &Kvm) -> Result<Topology, Error> {
     let most = kvm.max_vcpus();
     if usize::from(spec.cpus.count) > most {
         return Err(Error::TooMuch(format!(
             "{} vCPUs are more than this host's KVM allows, {most}; ask for fewer with --cpus",
             spec.cpus.count
+        )));
+    }
+    let topology: Topology = spec.cpus.topology().map_err(|e| Error::TooMuch(e.to_string()))?.into();
+    let last = topology.apic_ids().last().copied().unwrap_or(0);
+    if last as usize >= kvm.max_vcpu_ids() {
+        return Err(Error::TooMuch(format!(
+            "APIC id {last} of the last vCPU is more than this host's KVM allows, {}: --cpus; ask for fewer, or for cores \
+             and threads that are powers of two",
+            kvm.max_vcpu_ids() - 1
         )));
     }
     let available = host_memory();
@@ -140,7 +150,7 @@ fn check_host(spec: &spec::Vm, kvm: &Kvm) -> Result<(), Error> {
             available.unwrap_or(0) >> 20
         )));
     }
-    Ok(())
+    Ok(topology)
 }
 
 /// Memory and swap of the host in bytes, from `/proc/meminfo`.
@@ -160,11 +170,11 @@ fn serial(vm: &Vm, io: &ConsoleIo, timer: Arc<Timer>) -> Result<SerialPort, Erro
 }
 
 /// Puts kernel, initrd, command line and tables into guest memory.
-fn load(spec: &spec::Vm, ram: &GuestRam, bus: &Bus) -> Result<boot::Entry, Error> {
+fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Result<boot::Entry, Error> {
     let serial = Serial { port: layout::SERIAL_PORT, gsi: layout::SERIAL_GSI };
     let high_end = ram.regions().map(|(at, size, _)| at.0 + size).max().unwrap_or(0).max(mem::HIGH_START);
     let platform = Platform {
-        apic_ids: (0..u32::from(spec.cpus.count)).collect(),
+        apic_ids,
         lapic: Gpa(0xfee0_0000),
         ioapic: layout::IOAPIC.0,
         ecam: bus.ecam(),

@@ -82,6 +82,25 @@ fn nobody_answers_all_ones() {
     assert_eq!(nobody, 1);
 }
 
+/// Leaf 0xb as the guest's own CPUID instruction answers: the bits of an APIC id below the socket's, and a socket's vCPUs.
+#[test]
+fn cpuid_tells_the_topology() {
+    if !have_kvm() {
+        return;
+    }
+    // mov eax, 0xb; mov ecx, 1; cpuid; mov dx, 0x3f8; out dx, al; mov al, bl; out dx, al
+    let mut code = Code::new();
+    code.bytes(&[0xb8, 0xb, 0, 0, 0, 0xb9, 1, 0, 0, 0, 0x0f, 0xa2, 0x66, 0xba, 0xf8, 3, 0xee, 0x88, 0xd8, 0xee]);
+    code.out(0x600, 0x34);
+    let split = |vm: &mut spec::Vm| {
+        vm.cpus = spec::Cpus { count: 12, sockets: Some(2), cores: Some(3), threads: Some(2) };
+    };
+    let (report, output) = run_vm(&code, Accounting::On, split, |_| {});
+    assert_eq!(report.outcome, Outcome::PowerOff);
+    assert_eq!(output, [3, 6]);
+    assert_eq!(report.ledger.vcpus.len(), 12);
+}
+
 #[test]
 fn a_guest_that_hangs_can_be_ended() {
     if !have_kvm() {

@@ -2,7 +2,7 @@
 //! Whether a description makes sense by itself, before anything is opened. Called by the command line once flags and
 //! file are merged; what the host can give (memory, KVM's limits, files) is looked at elsewhere.
 
-use crate::{Cpus, Disk, Memory, SpecError, Throttle, Vm, show_size};
+use crate::{Disk, Memory, SpecError, Throttle, Vm, show_size};
 
 /// Most virtual CPUs of one machine.
 pub const MAX_CPUS: u8 = 64;
@@ -49,7 +49,7 @@ impl Vm {
         if let Some(cmdline) = &self.cmdline {
             check_cmdline(cmdline)?;
         }
-        self.cpus.check()?;
+        self.cpus.topology()?;
         self.memory.check()?;
         crate::net::check(&self.nets)?;
         check_disks(&self.disks)
@@ -71,24 +71,6 @@ fn check_cmdline(cmdline: &str) -> Result<(), SpecError> {
         return Err(out_of_range("cmdline", "it holds a line end or a zero byte", "write it on one line"));
     }
     Ok(())
-}
-
-impl Cpus {
-    fn check(&self) -> Result<(), SpecError> {
-        if !(1..=MAX_CPUS).contains(&self.count) {
-            let what = format!("{} virtual CPUs can't be made", self.count);
-            return Err(out_of_range("cpus", what, format!("ask for 1 to {MAX_CPUS}")));
-        }
-        let groups = u16::from(self.sockets) * u16::from(self.threads);
-        if groups == 0 || !u16::from(self.count).is_multiple_of(groups) {
-            let what = format!(
-                "{} CPUs can't be split into {} sockets with {} threads a core",
-                self.count, self.sockets, self.threads
-            );
-            return Err(out_of_range("cpus", what, "choose sockets x threads so that it divides the count"));
-        }
-        Ok(())
-    }
 }
 
 impl Memory {
@@ -210,7 +192,7 @@ pub(crate) fn rate(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::FromText;
+    use crate::{Cpus, FromText};
 
     fn message(change: impl FnOnce(&mut Vm)) -> String {
         let mut vm = Vm::new("vmlinuz");
@@ -223,29 +205,12 @@ mod tests {
         for count in 1..=MAX_CPUS {
             for size in [MIN_MEMORY, 3 << 30, (3 << 30) + PAGE, MAX_MEMORY] {
                 let vm = Vm {
-                    cpus: Cpus { count, sockets: 1, threads: count },
+                    cpus: Cpus { threads: Some(count), ..Cpus::flat(count) },
                     memory: Memory { size },
                     disks: vec![Disk { serial: Some("x".repeat(MAX_SERIAL)), ..Disk::new("d") }],
                     ..Vm::new("k")
                 };
                 assert_eq!(vm.check(), Ok(()));
-            }
-        }
-    }
-
-    #[test]
-    fn topology_must_divide() {
-        let splits = |count, sockets, threads| Cpus { count, sockets, threads }.check().is_ok();
-        for count in 0..=u8::MAX {
-            for sockets in [0, 1, 2, 3, 5, 64, 255] {
-                for threads in [0, 1, 2, 3, 255] {
-                    let fits = (1..=64).contains(&count)
-                        && sockets > 0
-                        && threads > 0
-                        && count % sockets == 0
-                        && (count / sockets) % threads == 0;
-                    assert_eq!(splits(count, sockets, threads), fits, "{count} {sockets} {threads}");
-                }
             }
         }
     }
@@ -312,7 +277,7 @@ mod tests {
     fn queues_follow_the_cpus_up_to_a_few() {
         let queues = |count, said| {
             let disk = Disk { queues: said, ..Disk::new("d") };
-            Vm { cpus: Cpus { count, ..Cpus::default() }, ..Vm::new("k") }.queues(&disk)
+            Vm { cpus: Cpus::flat(count), ..Vm::new("k") }.queues(&disk)
         };
         assert_eq!([1, 2, 4, 5, 64].map(|n| queues(n, None)), [1, 2, 4, 4, 4]);
         assert_eq!((queues(1, Some(8)), queues(64, Some(1))), (8, 1));

@@ -8,6 +8,7 @@
 mod check;
 mod cmdline;
 mod command;
+mod cpus;
 mod error;
 mod net;
 mod parse;
@@ -19,6 +20,7 @@ pub use check::{
     MAX_SERIAL, MIN_BPS, MIN_MEMORY,
 };
 pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
+pub use cpus::{Cpus, Topology};
 pub use error::SpecError;
 pub use net::{MAX_NETS, Mac, Net, NetKind};
 pub use parse::{FromText, Word, parse_on_off, parse_size, show_size};

@@ -6,8 +6,8 @@
 use std::path::PathBuf;
 
 use crate::{
-    Aio, Backing, Cache, Console, Cow, Cpus, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, MAX_CPUS,
-    Memory, Paths, SpecError, Throttle, Transport, Zeros,
+    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, Memory, Paths,
+    SpecError, Throttle, Transport, Zeros,
 };
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
@@ -266,24 +266,6 @@ fn split_items(text: &str) -> Vec<String> {
     items
 }
 
-/// Reads a number of virtual CPUs, sockets or threads.
-fn parse_count(place: &str, text: &str) -> Result<u8, SpecError> {
-    text.parse::<u64>()
-        .map_err(|_| SpecError::NotA {
-            place: place.to_owned(),
-            value: text.to_owned(),
-            want: "a number",
-            hint: format!("write a whole number from 1 to {MAX_CPUS}"),
-        })
-        .and_then(|n| {
-            u8::try_from(n).map_err(|_| SpecError::OutOfRange {
-                place: place.to_owned(),
-                what: format!("{n} is too many"),
-                hint: format!("ask for 1 to {MAX_CPUS}"),
-            })
-        })
-}
-
 /// Reads a whole number that `T` can hold.
 pub(crate) fn parse_number<T: TryFrom<u64>>(place: &str, text: &str) -> Result<T, SpecError> {
     let number = text.parse::<u64>().ok().and_then(|n| T::try_from(n).ok());
@@ -311,19 +293,6 @@ impl FromText for Memory {
         let group = Group::parse("memory", text, "size", &["size"])?;
         let size = group.read("size", |_, v| parse_size("memory", v))?;
         Ok(size.map_or_else(Self::default, |size| Self { size }))
-    }
-}
-
-impl FromText for Cpus {
-    /// `4` or `4,sockets=1,threads=2` or `count=4,...`.
-    fn from_text(text: &str) -> Result<Self, SpecError> {
-        let group = Group::parse("cpus", text, "count", &["count", "sockets", "threads"])?;
-        let default = Self::default();
-        Ok(Self {
-            count: group.read("count", |_, v| parse_count("cpus", v))?.unwrap_or(default.count),
-            sockets: group.read("sockets", parse_count)?.unwrap_or(default.sockets),
-            threads: group.read("threads", parse_count)?.unwrap_or(default.threads),
-        })
     }
 }
 
@@ -439,16 +408,9 @@ mod tests {
     }
 
     #[test]
-    fn memory_and_cpus() {
+    fn memory_groups() {
         assert_eq!(Memory::from_text("1G").unwrap().size, 1 << 30);
         assert_eq!(Memory::from_text("size=64M").unwrap().size, 64 << 20);
-        assert_eq!(Cpus::from_text("4").unwrap(), Cpus { count: 4, sockets: 1, threads: 1 });
-        assert_eq!(Cpus::from_text("4,sockets=1,threads=2").unwrap(), Cpus { count: 4, sockets: 1, threads: 2 });
-        assert_eq!(Cpus::from_text("threads=2,count=8,sockets=2").unwrap(), Cpus { count: 8, sockets: 2, threads: 2 });
-        assert_eq!(fails::<Cpus>("300"), "300 is too many: cpus; ask for 1 to 64");
-        assert_eq!(fails::<Cpus>("many"), "`many` is not a number: cpus; write a whole number from 1 to 64");
-        assert_eq!(fails::<Cpus>("4,cores=2"), "unknown key `cores`: cpus; the keys are count, sockets, threads");
-        assert_eq!(fails::<Cpus>("4,count=2"), "`count` is given twice: cpus; give it once");
     }
 
     #[test]

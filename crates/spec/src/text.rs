@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(text, table);
         let expected = Vm {
             memory: Memory { size: 1 << 30 },
-            cpus: Cpus { count: 4, sockets: 1, threads: 2 },
+            cpus: Cpus { threads: Some(2), ..Cpus::flat(4) },
             rng: false,
             kernel_decompress: KernelDecompress::Monitor,
             disks: vec![Disk { readonly: true, ..Disk::new("a.raw") }, Disk::new("b.raw")],
@@ -213,6 +213,8 @@ mod tests {
         assert!(err(json!({"kernel": "k", "disk": [{"path": "p", "ro": true}]})).contains("unknown field `ro`"));
         assert!(err(json!({"kernel": "k", "memory": "12Q"})).contains("`12Q` is not a size: memory;"));
         assert!(err(json!({"kernel": "k", "cpus": -1})).contains("`-1` is not a number: cpus;"));
+        assert!(err(json!({"kernel": "k", "cpus": {"dies": 2}})).contains("unknown field `dies`"));
+        assert!(err(json!({"kernel": "k", "cpus": {"sockets": 16, "cores": 16}})).contains("256 virtual CPUs can't"));
         assert!(err(json!({"kernel": "k", "memory": [1]})).contains("expected a string, a number or a table"));
         assert!(err(json!({})).contains("missing field `kernel`"));
     }

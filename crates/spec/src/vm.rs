@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Net;
 use crate::text::{maybe_size, maybe_size32, on_off, said, said_each, size};
+use crate::{Cpus, Net};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,24 +97,6 @@ pub enum KernelDecompress {
     Guest,
     /// The monitor, before the guest starts, where the compression is one it knows: quicker, and the guest touches less memory.
     Monitor,
-}
-
-/// Virtual CPUs and how they are grouped: `count` = sockets x cores x threads.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Cpus {
-    /// 1 to 64.
-    pub count: u8,
-    /// Sockets; divides `count`.
-    pub sockets: u8,
-    /// Threads per core; divides `count / sockets`.
-    pub threads: u8,
-}
-
-impl Default for Cpus {
-    fn default() -> Self {
-        Self { count: 1, sockets: 1, threads: 1 }
-    }
 }
 
 /// Guest memory.

@@ -181,7 +181,10 @@ const FLAGS: &[Flag] = &[
     Flag {
         name: "cpus",
         value: Some("N"),
-        help: &["virtual CPUs, 1 to 64 [1]; N[,sockets=S][,threads=T]"],
+        help: &[
+            "virtual CPUs, 1 to 64 [1]: N[,sockets=S][,cores=C][,threads=T],",
+            "whose product is N; what is left out follows, cores first",
+        ],
         set: |t, v| put(&mut t.cpus, "cpus", Said(Cpus::from_text(&utf8("cpus", v)?)?)),
     },
     Flag {
@@ -442,7 +445,7 @@ mod tests {
             "user",
             "--net=kind=tap,tap=t0,mtu=9000",
             "--cpus",
-            "4,threads=2",
+            "8,sockets=2,cores=2,threads=2",
             "--memory",
             "1G",
             "--console",
@@ -468,7 +471,7 @@ mod tests {
             kernel = "k"
             initrd = "i"
             cmdline = "quiet"
-            cpus = { count = 4, threads = 2 }
+            cpus = { count = 8, sockets = 2, cores = 2, threads = 2 }
             memory = { size = "1G" }
             console = "serial"
             transport = "mmio"

@@ -123,12 +123,12 @@ mod tests {
     fn flags_go_before_the_file_and_the_file_before_defaults() {
         let file = "kernel = 'k'\nmemory = '1G'\ncpus = 2\ndisk = ['a', '/abs']\nconsole = 'serial'\nledger = '-'\n";
         let (dir, meant) = with_config(file, |t| {
-            t.cpus = Some(Said(Cpus { count: 4, ..Cpus::default() }));
+            t.cpus = Some(Said(Cpus::flat(4)));
             t.on_reset = Some(OnReset::Exit);
         });
         let expected = Vm {
             memory: Memory { size: 1 << 30 },
-            cpus: Cpus { count: 4, sockets: 1, threads: 1 },
+            cpus: Cpus::flat(4),
             disks: vec![Disk::new(dir.path().join("a")), Disk::new("/abs")],
             console: Console::Serial,
             ledger: Some("-".into()),

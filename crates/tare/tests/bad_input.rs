@@ -90,7 +90,11 @@ fn flags_that_cannot_be_read() {
         (&["--memory", "16777217"], "not a multiple of 4K: memory;"),
         (&["--cpus", "0"], "0 virtual CPUs can't be made: cpus;"),
         (&["--cpus", "65"], "65 virtual CPUs can't be made: cpus; ask for 1 to 64"),
-        (&["--cpus", "4,sockets=3"], "4 CPUs can't be split into 3 sockets"),
+        (&["--cpus", "4,sockets=3"], "4 CPUs can't be split into 3 sockets: cpus; choose sockets, cores and threads"),
+        (
+            &["--cpus", "8,sockets=2,cores=3,threads=2"],
+            "8 CPUs can't be split into 2 sockets, 3 cores a socket, 2 threads",
+        ),
         (&["--disk", "a,colour=red"], "unknown key `colour`: --disk; the keys are path, format,"),
         (&["--disk", "a,readonly=perhaps"], "`perhaps` is not on or off: --disk.readonly; use on or off"),
         (&["--disk", "a,format=vmdk"], "`vmdk` is not a disk format: --disk.format; use raw or qcow2"),

@@ -62,6 +62,9 @@ for size in 3071M 3072M 3073M 4G; do
 done
 echo "== 16 vCPUs"
 guest "$ROOT_RO;echo cpus \$(nproc);chroot /mnt lscpu;$OFF" --cpus 16,sockets=2 --disk path=/lab/root.ext4,readonly=on
+echo "== 12 vCPUs"
+guest "$ROOT_RO;chroot /mnt lscpu;cat /sys/devices/system/cpu/cpu11/topology/core_cpus_list;$OFF" \
+    --cpus 12,sockets=2,cores=3,threads=2 --disk path=/lab/root.ext4,readonly=on
 "#,
         &[],
     );
@@ -75,9 +78,17 @@ guest "$ROOT_RO;echo cpus \$(nproc);chroot /mnt lscpu;$OFF" --cpus 16,sockets=2 
         assert!(kib < mib << 10 && kib > (mib << 10) * 94 / 100, "{kib} KiB of {mib} MiB");
         assert!(part.contains("status 0"), "{part}");
     }
-    let part = printed.part("16 vCPUs");
-    for line in ["cpus 16", "Socket(s): 2", "Core(s) per socket: 8", "status 0"] {
-        let same = |shown: &str| shown.split_whitespace().eq(line.split_whitespace());
-        assert!(part.lines().any(same), "'{line}' is not in {part}");
+    for (name, lines) in [
+        ("16 vCPUs", &["cpus 16", "Socket(s): 2", "Core(s) per socket: 8", "status 0"][..]),
+        (
+            "12 vCPUs",
+            &["Socket(s): 2", "Core(s) per socket: 3", "Thread(s) per core: 2", "CPU(s): 12", "10-11", "status 0"],
+        ),
+    ] {
+        let part = printed.part(name);
+        for line in lines {
+            let same = |shown: &str| shown.split_whitespace().eq(line.split_whitespace());
+            assert!(part.lines().any(same), "'{line}' is not in {part}");
+        }
     }
 }

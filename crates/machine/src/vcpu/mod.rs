@@ -4,5 +4,6 @@
 pub mod cpuid;
 mod run;
 pub mod setup;
+pub mod topology;
 
 pub use run::{Accounting, Started, Stopped, spawn};
