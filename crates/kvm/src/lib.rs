@@ -10,8 +10,9 @@ mod vcpu;
 mod vm;
 
 pub use kvm_bindings::{
-    CpuId, Msrs, kvm_cpuid_entry2 as CpuidEntry, kvm_msr_entry as MsrEntry, kvm_regs as Regs, kvm_segment as Segment,
-    kvm_sregs as Sregs,
+    CpuId, KVM_X86_DISABLE_EXITS_CSTATE, KVM_X86_DISABLE_EXITS_HLT, KVM_X86_DISABLE_EXITS_MWAIT,
+    KVM_X86_DISABLE_EXITS_PAUSE, Msrs, kvm_cpuid_entry2 as CpuidEntry, kvm_msr_entry as MsrEntry, kvm_regs as Regs,
+    kvm_segment as Segment, kvm_sregs as Sregs,
 };
 pub use kvm_ioctls::VcpuExit as Exit;
 pub use ring::CoalescedRing;

@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use base::{EventFd, Gpa, Gsi, Hva};
 use kvm_bindings::{
-    KVM_API_VERSION, KVM_CAP_COALESCED_PIO, KVM_CAP_SPLIT_IRQCHIP, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI,
-    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY,
-    KvmIrqRouting, kvm_enable_cap, kvm_irq_routing_entry, kvm_userspace_memory_region,
+    KVM_API_VERSION, KVM_CAP_COALESCED_PIO, KVM_CAP_HALT_POLL, KVM_CAP_SPLIT_IRQCHIP, KVM_CAP_X86_DISABLE_EXITS,
+    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
+    KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, KvmIrqRouting, kvm_enable_cap, kvm_irq_routing_entry,
+    kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, IoEventAddress, NoDatamatch, VmFd};
 
@@ -159,6 +160,37 @@ impl Vm {
         cap.args[0] = u64::from(pins);
         self.fd.enable_cap(&cap).map_err(call("KVM_ENABLE_CAP of KVM_CAP_SPLIT_IRQCHIP"))?;
         Ok(true)
+    }
+
+    /// Has a vCPU that halts poll for up to `ns` nanoseconds before its thread sleeps; 0 sleeps at once. `false` where KVM
+    /// has no setting for a single VM.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn set_halt_poll(&self, ns: u32) -> Result<bool, KvmError> {
+        if self.fd.check_extension_raw(u64::from(KVM_CAP_HALT_POLL)) <= 0 {
+            return Ok(false);
+        }
+        let mut cap = kvm_enable_cap { cap: KVM_CAP_HALT_POLL, ..Default::default() };
+        cap.args[0] = u64::from(ns);
+        self.fd.enable_cap(&cap).map_err(call("KVM_ENABLE_CAP of KVM_CAP_HALT_POLL"))?;
+        Ok(true)
+    }
+
+    /// The exits that this host can leave out, `KVM_X86_DISABLE_EXITS_*`; 0 for none.
+    #[must_use]
+    pub fn exits_to_disable(&self) -> u32 {
+        u32::try_from(self.fd.check_extension_raw(u64::from(KVM_CAP_X86_DISABLE_EXITS))).unwrap_or(0)
+    }
+
+    /// Leaves out exits; `bits` of [`Vm::exits_to_disable`]. To be called before there are vCPUs.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn disable_exits(&self, bits: u32) -> Result<(), KvmError> {
+        let mut cap = kvm_enable_cap { cap: KVM_CAP_X86_DISABLE_EXITS, ..Default::default() };
+        cap.args[0] = u64::from(bits);
+        self.fd.enable_cap(&cap).map_err(call("KVM_ENABLE_CAP of KVM_CAP_X86_DISABLE_EXITS"))
     }
 
     /// Three pages below the I/O APIC that no slot covers; Intel hosts need them for real-mode emulation.

@@ -7,7 +7,10 @@ use std::sync::Arc;
 
 use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gpa};
 use boot::{Platform, Serial, Source};
-use kvm::{Kvm, Vcpu, Vm};
+use kvm::{
+    KVM_X86_DISABLE_EXITS_CSTATE, KVM_X86_DISABLE_EXITS_HLT, KVM_X86_DISABLE_EXITS_MWAIT, KVM_X86_DISABLE_EXITS_PAUSE,
+    Kvm, Vcpu, Vm,
+};
 use mem::GuestRam;
 use spec::Console;
 
@@ -23,6 +26,7 @@ use crate::msi::KvmMsi;
 use crate::registry::Registry;
 use crate::timeline::Timeline;
 use crate::timer::Timer;
+use crate::vcpu::affinity::CpuSet;
 use crate::vcpu::topology::Topology;
 use crate::vcpu::{cpuid, setup};
 
@@ -52,6 +56,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let kvm = Kvm::open(&spec.kvm)?;
     let topology = check_host(spec, &kvm)?;
     let vm = kvm.create_vm()?;
+    idle(spec, &vm)?;
     let ram = GuestRam::anonymous(&mem::ranges(spec.memory.size))?;
     for (slot, (at, size, hva)) in (0u32..).zip(ram.regions()) {
         // SAFETY: `Built` and the run that owns it keep `ram` mapped until every vCPU has stopped; the memory was mapped
@@ -124,6 +129,59 @@ fn irqchip(spec: &spec::Vm, vm: &Vm) -> Result<Option<u8>, Error> {
     Ok(None)
 }
 
+/// What a vCPU that has nothing to do does, where the user said.
+fn idle(spec: &spec::Vm, vm: &Vm) -> Result<(), Error> {
+    if let Some(ns) = spec.halt_poll
+        && !vm.set_halt_poll(ns)?
+    {
+        return Err(Error::TooMuch(
+            "this host's KVM can't set halt polling for one machine: --halt-poll; take it out, or write \
+             /sys/module/kvm/parameters/halt_poll_ns for all machines"
+                .to_owned(),
+        ));
+    }
+    let can = vm.exits_to_disable();
+    let mut bits = 0;
+    for word in spec.disable_exits.words() {
+        let bit = match word {
+            "hlt" => KVM_X86_DISABLE_EXITS_HLT,
+            "pause" => KVM_X86_DISABLE_EXITS_PAUSE,
+            "mwait" => KVM_X86_DISABLE_EXITS_MWAIT,
+            _ => KVM_X86_DISABLE_EXITS_CSTATE,
+        };
+        if can & bit == 0 {
+            return Err(Error::TooMuch(format!(
+                "this host's KVM can't leave out exits of {word}: --disable-exits; take {word} out (`tare doctor` shows \
+                 disable_exits={can}, the sum of mwait 1, hlt 2, pause 4 and cstate 8)"
+            )));
+        }
+        bits |= bit;
+    }
+    if bits != 0 {
+        vm.disable_exits(bits)?;
+    }
+    Ok(())
+}
+
+/// Whether this process may run where vCPUs are to be pinned.
+fn check_pins(spec: &spec::Vm) -> Result<(), Error> {
+    let pins = spec.cpu_pin.pins();
+    if pins.is_empty() {
+        return Ok(());
+    }
+    let allowed = CpuSet::allowed().map_err(host("ask which host CPUs may be used"))?;
+    match pins
+        .into_iter()
+        .flat_map(|(vcpu, cpus)| cpus.map(move |cpu| (vcpu, cpu)))
+        .find(|(_, c)| !allowed.contains(*c))
+    {
+        Some((vcpu, cpu)) => Err(Error::TooMuch(format!(
+            "vCPU {vcpu} can't be on host CPU {cpu}: --cpu-pin; this process may use {allowed}"
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// What can be told before anything is made; gives the seats of the vCPUs.
 fn check_host(spec: &spec::Vm, kvm: &Kvm) -> Result<Topology, Error> {
     let most = kvm.max_vcpus();
@@ -142,6 +200,7 @@ fn check_host(spec: &spec::Vm, kvm: &Kvm) -> Result<Topology, Error> {
             kvm.max_vcpu_ids() - 1
         )));
     }
+    check_pins(spec)?;
     let available = host_memory();
     if available.is_some_and(|have| spec.memory.size > have) {
         return Err(Error::TooMuch(format!(

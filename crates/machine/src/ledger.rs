@@ -252,6 +252,8 @@ pub struct Ledger {
     pub vcpus: Vec<VcpuLedger>,
     /// Per device.
     pub devices: Vec<DeviceLedger>,
+    /// Exits that the user had left out, as `hlt`.
+    pub disabled_exits: Vec<&'static str>,
     /// What had been reached when; with exits if the timeline was asked for.
     pub timeline: Vec<Moment>,
     /// Exits to the monitor by place, most frequent first; empty unless the timeline was asked for.
@@ -337,8 +339,28 @@ impl fmt::Display for Ledger {
         for (name, value) in self.vcpus.iter().flat_map(|v| &v.kvm) {
             *totals.entry(name).or_default() += value;
         }
+        self.show_costs(f, &totals)?;
         let line: Vec<String> = totals.iter().map(|(name, value)| format!("{name} {value}")).collect();
         writeln!(f, "kvm: {}", line.join(", "))
+    }
+}
+
+impl Ledger {
+    /// What idle vCPUs cost the host: polling before they slept, or the host CPUs they kept.
+    fn show_costs(&self, f: &mut fmt::Formatter<'_>, totals: &BTreeMap<&str, u64>) -> fmt::Result {
+        let ms = |ns: u64| ns as f64 / 1e6;
+        let of = |name: &str| totals.get(name).copied().unwrap_or(0);
+        let (hit, missed) = (of("halt_poll_success_ns"), of("halt_poll_fail_ns"));
+        if hit + missed > 0 {
+            let all = ms(hit + missed);
+            writeln!(f, "halt polling: {all:.1} ms of the host's CPU time, {:.1} of them in vain", ms(missed))?;
+        }
+        if self.disabled_exits.contains(&"hlt") {
+            let held: u64 = self.vcpus.iter().map(|v| v.guest_ns + v.kvm_ns).sum();
+            let most = ms(self.wall_ns) * self.vcpus.len() as f64;
+            writeln!(f, "no exits on hlt: vCPUs held host CPUs for {:.1} of {most:.1} ms, idle or not", ms(held))?;
+        }
+        Ok(())
     }
 }
 

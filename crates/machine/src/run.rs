@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One run of one VM: the main thread's loop over signals, user input and the end of the guest, and the account after it.
 
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,7 @@ use std::os::fd::AsRawFd;
 use base::EventFd;
 use base::reactor::{Reactor, Token};
 use kvm::Vcpu;
+use spec::CpuPin;
 
 use crate::build::{self, Built};
 use crate::console::{ConsoleInput, ConsoleIo, Typed};
@@ -24,6 +26,7 @@ use crate::signals::Signals;
 use crate::tap;
 use crate::timeline::Timeline;
 use crate::timer::Timer;
+use crate::vcpu::affinity::CpuSet;
 use crate::vcpu::{self, Accounting, Stopped};
 
 const CONTROL: Token = 0;
@@ -126,7 +129,8 @@ fn guest_run(
         }
         None => None,
     };
-    let vcpus = start(vcpus, &dispatch, accounting)?;
+    let vcpus = start(vcpus, &vm.cpu_pin, &dispatch, accounting)?;
+    tell_costs(vm, io);
     base::forget_code();
     let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &button };
     // From here on the guest is over when this returns: whatever goes wrong can only make the account poorer.
@@ -143,25 +147,56 @@ fn guest_run(
     dispatch.bus().stop();
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
     let mut ledger = account(clock, setup, &stopped, registry.ledgers(), &ranges, &kvm_vm);
+    ledger.disabled_exits = vm.disable_exits.words().collect();
     if accounting != Accounting::Places {
         ledger.timeline = timeline.take();
     }
     Ok(Report { outcome, ledger })
 }
 
-fn start(vcpus: Vec<Vcpu>, dispatch: &Arc<Dispatch>, accounting: Accounting) -> Result<Vec<vcpu::Started>, Error> {
+fn start(
+    vcpus: Vec<Vcpu>,
+    pin: &CpuPin,
+    dispatch: &Arc<Dispatch>,
+    accounting: Accounting,
+) -> Result<Vec<vcpu::Started>, Error> {
     let mut started = Vec::with_capacity(vcpus.len());
-    for (id, cpu) in (0u8..).zip(vcpus) {
-        match vcpu::spawn(id, cpu, dispatch.clone(), accounting) {
-            Ok(thread) => started.push(thread),
-            Err(e) => {
-                dispatch.control().finish(Outcome::Killed);
-                started.into_iter().for_each(|t| drop(t.stop()));
-                return Err(host("start a thread for a vCPU")(e));
-            }
+    let result = start_each(vcpus, dispatch, accounting, &mut started).and_then(|()| {
+        let pins = pin.pins();
+        let mut pinned = pins.iter().filter_map(|(id, cpus)| Some((started.get(usize::from(*id))?, cpus)));
+        pinned.try_for_each(|(thread, cpus)| thread.pin(&CpuSet::of(cpus))).map_err(host("pin a vCPU"))
+    });
+    match result {
+        Ok(()) => Ok(started),
+        Err(e) => {
+            dispatch.control().finish(Outcome::Killed);
+            started.into_iter().for_each(|t| drop(t.stop()));
+            Err(e)
         }
     }
-    Ok(started)
+}
+
+fn start_each(
+    vcpus: Vec<Vcpu>,
+    dispatch: &Arc<Dispatch>,
+    accounting: Accounting,
+    started: &mut Vec<vcpu::Started>,
+) -> Result<(), Error> {
+    for (id, cpu) in (0u8..).zip(vcpus) {
+        started.push(vcpu::spawn(id, cpu, dispatch.clone(), accounting).map_err(host("start a thread for a vCPU"))?);
+    }
+    Ok(())
+}
+
+/// Says what the user's choices cost the host, now that there is a machine that makes use of them.
+fn tell_costs(vm: &spec::Vm, io: &ConsoleIo) {
+    // A raw terminal wants to be told where lines begin.
+    let end = if io.terminal { "\r\n" } else { "\n" };
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    for line in vm.costs(cpus) {
+        // Standard error may be closed; there is nobody left to tell.
+        let _ = write!(io::stderr(), "tare: {line}{end}");
+    }
 }
 
 /// What the main thread's loop looks after.
@@ -277,6 +312,7 @@ fn account(
         interrupts: 0,
         vcpus: vcpus.collect(),
         devices,
+        disabled_exits: Vec::new(),
         timeline: Vec::new(),
         places: most_frequent(stopped),
         memory: memory(&smaps, guest),

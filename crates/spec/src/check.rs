@@ -50,6 +50,7 @@ impl Vm {
             check_cmdline(cmdline)?;
         }
         self.cpus.topology()?;
+        crate::host_cpu::check(self)?;
         self.memory.check()?;
         crate::net::check(&self.nets)?;
         check_disks(&self.disks)

@@ -10,6 +10,7 @@ mod cmdline;
 mod command;
 mod cpus;
 mod error;
+mod host_cpu;
 mod net;
 mod parse;
 mod text;
@@ -22,6 +23,7 @@ pub use check::{
 pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
 pub use cpus::{Cpus, Topology};
 pub use error::SpecError;
+pub use host_cpu::{CpuPin, DisableExits, HostCpus, MAX_HALT_POLL};
 pub use net::{MAX_NETS, Mac, Net, NetKind};
 pub use parse::{FromText, Word, parse_on_off, parse_size, show_size};
 pub use text::{Said, said, said_each};

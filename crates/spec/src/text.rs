@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::path::PathBuf;
 
 use serde::de::value::MapAccessDeserializer;
-use serde::de::{Error, MapAccess, Visitor};
+use serde::de::{Error, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::parse::{FromText, parse_on_off, parse_size};
@@ -69,6 +69,54 @@ pub fn said<'de, D: Deserializer<'de>, T: FromText + Deserialize<'de>>(deseriali
 /// What the text form or the table of any element says.
 pub fn said_each<'de, D: Deserializer<'de>, T: FromText + Deserialize<'de>>(d: D) -> Result<Vec<T>, D::Error> {
     Vec::<Said<T>>::deserialize(d).map(|all| all.into_iter().map(|Said(value)| value).collect())
+}
+
+/// For `deserialize_with` on a value whose text form is a list with commas: the text, a number, or a list of either.
+///
+/// # Errors
+/// What the text form says.
+pub(crate) fn text_or_list<'de, D: Deserializer<'de>, T: FromText + Default>(deserializer: D) -> Result<T, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Item {
+        Text(String),
+        Number(u64),
+    }
+
+    struct TextOrList<T>(PhantomData<T>);
+
+    impl<'de, T: FromText + Default> Visitor<'de> for TextOrList<T> {
+        type Value = T;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a string or a list")
+        }
+
+        fn visit_str<E: Error>(self, text: &str) -> Result<T, E> {
+            T::from_text(text).map_err(E::custom)
+        }
+
+        fn visit_i64<E: Error>(self, value: i64) -> Result<T, E> {
+            self.visit_str(&value.to_string())
+        }
+
+        fn visit_u64<E: Error>(self, value: u64) -> Result<T, E> {
+            self.visit_str(&value.to_string())
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<T, A::Error> {
+            let mut items = Vec::new();
+            while let Some(item) = seq.next_element()? {
+                items.push(match item {
+                    Item::Text(text) => text,
+                    Item::Number(number) => number.to_string(),
+                });
+            }
+            if items.is_empty() { Ok(T::default()) } else { self.visit_str(&items.join(",")) }
+        }
+    }
+
+    deserializer.deserialize_any(TextOrList(PhantomData))
 }
 
 /// Text, or a list of paths.

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::text::{maybe_size, maybe_size32, on_off, said, said_each, size};
-use crate::{Cpus, Net};
+use crate::{CpuPin, Cpus, DisableExits, Net};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +28,15 @@ pub struct Vm {
     /// Virtual CPUs.
     #[serde(default, deserialize_with = "said")]
     pub cpus: Cpus,
+    /// Which host CPUs their threads run on.
+    #[serde(default, skip_serializing_if = "CpuPin::is_none")]
+    pub cpu_pin: CpuPin,
+    /// Nanoseconds for which a vCPU that halts polls before its thread sleeps; `None` is KVM's choice for all machines.
+    #[serde(default)]
+    pub halt_poll: Option<u32>,
+    /// What an idle vCPU does without leaving the guest.
+    #[serde(default)]
+    pub disable_exits: DisableExits,
     /// Guest memory.
     #[serde(default, deserialize_with = "said")]
     pub memory: Memory,
@@ -75,6 +84,9 @@ impl Vm {
             cmdline: None,
             kernel_decompress: KernelDecompress::default(),
             cpus: Cpus::default(),
+            cpu_pin: CpuPin::default(),
+            halt_poll: None,
+            disable_exits: DisableExits::default(),
             memory: Memory::default(),
             disks: Vec::new(),
             nets: Vec::new(),

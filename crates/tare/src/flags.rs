@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use lexopt::{Arg, Parser};
 use serde::Deserialize;
 use spec::{
-    Console, Cpus, Disk, FromText, Irqchip, KernelDecompress, Memory, Net, Said, SpecError, Transport, Word,
-    parse_on_off,
+    Console, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, Memory, Net, Said, SpecError,
+    Transport, Word, parse_on_off,
 };
 
 use crate::exit::Failure;
@@ -34,6 +34,12 @@ pub struct Typed {
     pub net: Option<Vec<Said<Net>>>,
     /// `--cpus`
     pub cpus: Option<Said<Cpus>>,
+    /// `--cpu-pin`
+    pub cpu_pin: Option<CpuPin>,
+    /// `--halt-poll`
+    pub halt_poll: Option<u32>,
+    /// `--disable-exits`
+    pub disable_exits: Option<DisableExits>,
     /// `--memory`
     pub memory: Option<Said<Memory>>,
     /// `--console`
@@ -188,6 +194,35 @@ const FLAGS: &[Flag] = &[
         set: |t, v| put(&mut t.cpus, "cpus", Said(Cpus::from_text(&utf8("cpus", v)?)?)),
     },
     Flag {
+        name: "cpu-pin",
+        value: Some("LIST"),
+        help: &[
+            "host CPUs for the vCPUs' threads: a list with one for each (2-5),",
+            "or pairs VCPU:CPU for some (0:2,1:4-5)",
+        ],
+        set: |t, v| put(&mut t.cpu_pin, "cpu-pin", CpuPin::from_text(&utf8("cpu-pin", v)?)?),
+    },
+    Flag {
+        name: "halt-poll",
+        value: Some("NS"),
+        help: &[
+            "how long a vCPU that halts polls before its thread sleeps, in ns;",
+            "costs the host a busy CPU for so long each time, 0 nothing",
+            "[KVM's own, for all machines]",
+        ],
+        set: |t, v| put(&mut t.halt_poll, "halt-poll", nanoseconds("halt-poll", v)?),
+    },
+    Flag {
+        name: "disable-exits",
+        value: Some("LIST"),
+        help: &[
+            "hlt,pause,mwait,cstate: what a vCPU does without leaving the guest.",
+            "hlt and mwait cost the host a CPU for each idle vCPU, pause the",
+            "time a vCPU spins; tare says so at the start, the ledger at the end",
+        ],
+        set: |t, v| put(&mut t.disable_exits, "disable-exits", DisableExits::from_text(&utf8("disable-exits", v)?)?),
+    },
+    Flag {
         name: "memory",
         value: Some("SIZE"),
         help: &["guest memory with K, M, G or T [256M]"],
@@ -305,6 +340,16 @@ fn utf8(name: &str, value: OsString) -> Result<String, SpecError> {
     })
 }
 
+fn nanoseconds(name: &str, value: OsString) -> Result<u32, SpecError> {
+    let text = utf8(name, value)?;
+    text.parse().map_err(|_| SpecError::NotA {
+        place: name.to_owned(),
+        value: text,
+        want: "a number of nanoseconds",
+        hint: "write a whole number, such as 50000".to_owned(),
+    })
+}
+
 fn word<T: Word>(name: &str, value: OsString) -> Result<T, SpecError> {
     T::from_word(name, &utf8(name, value)?)
 }
@@ -414,7 +459,9 @@ mod tests {
             let value = match key {
                 "disk" => "[\"a\"]",
                 "net" => "[\"user\"]",
-                "cpus" => "1",
+                "cpus" | "halt-poll" => "1",
+                "cpu-pin" => "\"2-5\"",
+                "disable-exits" => "\"hlt\"",
                 "memory" => "\"1G\"",
                 "console" => "\"none\"",
                 "transport" => "\"mmio\"",
@@ -446,6 +493,11 @@ mod tests {
             "--net=kind=tap,tap=t0,mtu=9000",
             "--cpus",
             "8,sockets=2,cores=2,threads=2",
+            "--cpu-pin",
+            "0:2,7:3-4",
+            "--halt-poll",
+            "50000",
+            "--disable-exits=pause,cstate",
             "--memory",
             "1G",
             "--console",
@@ -472,6 +524,9 @@ mod tests {
             initrd = "i"
             cmdline = "quiet"
             cpus = { count = 8, sockets = 2, cores = 2, threads = 2 }
+            cpu-pin = ["0:2", "7:3-4"]
+            halt-poll = 50000
+            disable-exits = ["pause", "cstate"]
             memory = { size = "1G" }
             console = "serial"
             transport = "mmio"
@@ -519,6 +574,14 @@ mod tests {
         );
         assert_eq!(says(&["--disk", "a,a=b"]).split(';').next(), Some("unknown key `a`: --disk"));
         assert_eq!(says(&["--disk", "a,cache=none,cache=none"]), "`cache` is given twice: --disk; give it once");
+        assert_eq!(
+            says(&["--halt-poll", "5us"]),
+            "`5us` is not a number of nanoseconds: --halt-poll; write a whole number, such as 50000"
+        );
+        assert!(says(&["--cpu-pin", "a"]).starts_with("`a` is not a host CPU for each vCPU: --cpu-pin; write a list"));
+        assert!(
+            says(&["--disable-exits", "x"]).starts_with("`x` is not an exit that can be left out: --disable-exits;")
+        );
         assert!(says(&["vmlinuz"]).starts_with("`vmlinuz` belongs to no flag"));
         assert_eq!(
             says(&["--on-reset", "stop"]),

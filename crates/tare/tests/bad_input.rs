@@ -95,6 +95,13 @@ fn flags_that_cannot_be_read() {
             &["--cpus", "8,sockets=2,cores=3,threads=2"],
             "8 CPUs can't be split into 2 sockets, 3 cores a socket, 2 threads",
         ),
+        (&["--cpus", "2", "--cpu-pin", "0-2"], "3 host CPUs for 2 vCPUs: cpu-pin; list one for each"),
+        (&["--cpu-pin", "1:0"], "there is no vCPU 1: cpu-pin; the first is 0"),
+        (&["--cpu-pin", "0:x"], "`0:x` is not a host CPU for each vCPU: --cpu-pin; write a list such as 2-5"),
+        (&["--halt-poll", "1ms"], "`1ms` is not a number of nanoseconds: --halt-poll;"),
+        (&["--halt-poll", "2000000000"], "2000000000 ns are too long: halt-poll; ask for at most 1000000000"),
+        (&["--halt-poll", "0", "--disable-exits", "hlt"], "no halt to poll before: halt-poll; take it out"),
+        (&["--disable-exits", "hlt,nap"], "`nap` is not an exit that can be left out: --disable-exits; use hlt, pause"),
         (&["--disk", "a,colour=red"], "unknown key `colour`: --disk; the keys are path, format,"),
         (&["--disk", "a,readonly=perhaps"], "`perhaps` is not on or off: --disk.readonly; use on or off"),
         (&["--disk", "a,format=vmdk"], "`vmdk` is not a disk format: --disk.format; use raw or qcow2"),
@@ -141,6 +148,18 @@ fn no_kvm() {
     let closed = place.file("kvm", b"");
     fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
     refuses(&mut place.run_unprivileged(&["--kvm", &closed]), MONITOR, "ermission denied");
+}
+
+/// No process may run on the last CPU that there could be.
+#[test]
+fn host_cpus_that_cannot_be_had() {
+    if !has_kvm() {
+        return;
+    }
+    let place = Place::new();
+    let needle = "vCPU 0 can't be on host CPU 8191: --cpu-pin; this process may use ";
+    refuses(&mut place.run(&["--cpu-pin", "8191"]), USAGE, needle);
+    refuses(&mut place.run(&["--cpu-pin", "0:8191-65535"]), USAGE, needle);
 }
 
 #[test]

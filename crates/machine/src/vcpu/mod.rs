@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! vCPUs: what they know of themselves, how they start, and the loop that runs them.
 
+pub mod affinity;
 pub mod cpuid;
 mod run;
 pub mod setup;

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use kvm::{Exit, StatValue, Vcpu};
 
+use super::affinity::CpuSet;
 use crate::control::Outcome;
 use crate::dispatch::Dispatch;
 use crate::ledger::{Counters, Party, Reason, guest_time_ns, ticks};
@@ -100,6 +101,14 @@ pub fn spawn(id: u8, mut vcpu: Vcpu, dispatch: Arc<Dispatch>, accounting: Accoun
 }
 
 impl Started {
+    /// Has the thread run on these host CPUs alone.
+    ///
+    /// # Errors
+    /// When the host no longer lets it.
+    pub fn pin(&self, cpus: &CpuSet) -> io::Result<()> {
+        cpus.pin(self.thread.as_pthread_t())
+    }
+
     /// Waits for the thread, which must have been told to stop through `Control`; kicks it out of the guest.
     pub fn stop(self) -> Option<Stopped> {
         while !self.thread.is_finished() {
