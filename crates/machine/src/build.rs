@@ -3,13 +3,14 @@
 //!
 //! Called once per run, on the main thread, before any other thread exists.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gpa};
 use boot::{Platform, Serial, Source};
 use kvm::{
-    KVM_X86_DISABLE_EXITS_CSTATE, KVM_X86_DISABLE_EXITS_HLT, KVM_X86_DISABLE_EXITS_MWAIT, KVM_X86_DISABLE_EXITS_PAUSE,
-    Kvm, Vcpu, Vm,
+    CpuidEntry, KVM_X86_DISABLE_EXITS_CSTATE, KVM_X86_DISABLE_EXITS_HLT, KVM_X86_DISABLE_EXITS_MWAIT,
+    KVM_X86_DISABLE_EXITS_PAUSE, Kvm, Vcpu, Vm,
 };
 use mem::GuestRam;
 use spec::Console;
@@ -27,6 +28,8 @@ use crate::registry::Registry;
 use crate::timeline::Timeline;
 use crate::timer::Timer;
 use crate::vcpu::affinity::CpuSet;
+use crate::vcpu::features::Given;
+use crate::vcpu::host::monitor_leaf;
 use crate::vcpu::topology::Topology;
 use crate::vcpu::{cpuid, setup};
 
@@ -55,6 +58,7 @@ pub struct Built {
 pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timeline>) -> Result<Built, Error> {
     let kvm = Kvm::open(&spec.kvm)?;
     let topology = check_host(spec, &kvm)?;
+    let features = choose_features(spec, &kvm)?;
     let vm = kvm.create_vm()?;
     idle(spec, &vm)?;
     let ram = GuestRam::anonymous(&mem::ranges(spec.memory.size))?;
@@ -83,19 +87,13 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     timeline.note("kernel, initrd and tables");
 
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));
-    let supported = kvm.supported_cpuid()?;
     for index in 0..spec.cpus.count {
         let vcpu = vm.create_vcpu(topology.seat(index).apic_id)?;
-        let inputs = cpuid::Inputs {
-            supported: &supported,
-            topology,
-            tsc_deadline: kvm.has_tsc_deadline(),
-            tsc_khz: vcpu.tsc_khz(),
-        };
+        let inputs = cpuid::Inputs { features: &features, topology, tsc_khz: vcpu.tsc_khz() };
         let table = cpuid::table(&inputs, index);
         vcpu.set_cpuid(&table)?;
         setup::extended_state(&vcpu, &table)?;
-        setup::msrs(&vcpu)?;
+        setup::msrs(&vcpu, spec.disable_exits.mwait)?;
         vcpu.set_machine_check_banks(1)?;
         vcpus.push(vcpu);
     }
@@ -180,6 +178,28 @@ fn check_pins(spec: &spec::Vm) -> Result<(), Error> {
         ))),
         None => Ok(()),
     }
+}
+
+/// The features of every vCPU.
+fn choose_features(spec: &spec::Vm, kvm: &Kvm) -> Result<Vec<CpuidEntry>, Error> {
+    let mwait = spec.disable_exits.mwait.then(monitor_leaf);
+    let given = Given::new(kvm.supported_cpuid()?, kvm.has_tsc_deadline(), mwait);
+    given.choose(&spec.cpu).map_err(|name| {
+        let hint = match name {
+            "monitor" => "; add --disable-exits mwait".to_owned(),
+            _ => format!("; take +{name} out (`tare doctor` lists what there is)"),
+        };
+        Error::TooMuch(format!("this host's KVM can't give a guest `{name}`: --cpu{hint}"))
+    })
+}
+
+/// The names of the CPU features that the KVM whose node is `node` can give a guest.
+///
+/// # Errors
+/// [`Error::Kvm`].
+pub fn host_cpu_features(node: &Path) -> Result<Vec<&'static str>, Error> {
+    let kvm = Kvm::open(node)?;
+    Ok(Given::new(kvm.supported_cpuid()?, kvm.has_tsc_deadline(), None).names())
 }
 
 /// What can be told before anything is made; gives the seats of the vCPUs.

@@ -25,6 +25,7 @@ mod timeline;
 mod timer;
 mod vcpu;
 
+pub use build::host_cpu_features;
 pub use console::ConsoleIo;
 pub use control::Outcome;
 pub use error::Error;

@@ -161,31 +161,19 @@ fn start(
     accounting: Accounting,
 ) -> Result<Vec<vcpu::Started>, Error> {
     let mut started = Vec::with_capacity(vcpus.len());
-    let result = start_each(vcpus, dispatch, accounting, &mut started).and_then(|()| {
-        let pins = pin.pins();
-        let mut pinned = pins.iter().filter_map(|(id, cpus)| Some((started.get(usize::from(*id))?, cpus)));
-        pinned.try_for_each(|(thread, cpus)| thread.pin(&CpuSet::of(cpus))).map_err(host("pin a vCPU"))
-    });
-    match result {
-        Ok(()) => Ok(started),
-        Err(e) => {
-            dispatch.control().finish(Outcome::Killed);
-            started.into_iter().for_each(|t| drop(t.stop()));
-            Err(e)
+    let pins = pin.pins();
+    for (id, cpu) in (0u8..).zip(vcpus) {
+        let pin = pins.iter().find(|(vcpu, _)| *vcpu == id).map(|(_, cpus)| CpuSet::of(cpus));
+        match vcpu::spawn(id, cpu, pin, dispatch.clone(), accounting) {
+            Ok(thread) => started.push(thread),
+            Err(e) => {
+                dispatch.control().finish(Outcome::Killed);
+                started.into_iter().for_each(|t| drop(t.stop()));
+                return Err(host("start a thread for a vCPU")(e));
+            }
         }
     }
-}
-
-fn start_each(
-    vcpus: Vec<Vcpu>,
-    dispatch: &Arc<Dispatch>,
-    accounting: Accounting,
-    started: &mut Vec<vcpu::Started>,
-) -> Result<(), Error> {
-    for (id, cpu) in (0u8..).zip(vcpus) {
-        started.push(vcpu::spawn(id, cpu, dispatch.clone(), accounting).map_err(host("start a thread for a vCPU"))?);
-    }
-    Ok(())
+    Ok(started)
 }
 
 /// Says what the user's choices cost the host, now that there is a machine that makes use of them.

@@ -101,6 +101,27 @@ fn cpuid_tells_the_topology() {
     assert_eq!(report.ledger.vcpus.len(), 12);
 }
 
+/// x2APIC in leaf 1 as the guest's own CPUID instruction answers, with it and without. A KVM that interprets guests adds some
+/// features whatever it is told, but not this one.
+#[test]
+fn cpuid_lacks_what_was_taken_away() {
+    if !have_kvm() {
+        return;
+    }
+    let have = machine::host_cpu_features("/dev/kvm".as_ref()).unwrap().contains(&"x2apic");
+    for (model, expected) in [("host", u8::from(have)), ("host,-x2apic", 0), ("host,-avx,-sse4_1,-xsave,-x2apic", 0)] {
+        // mov eax, 1; cpuid; shr ecx, 21; and cl, 1; mov al, cl; mov dx, 0x3f8; out dx, al
+        let mut code = Code::new();
+        code.bytes(&[
+            0xb8, 1, 0, 0, 0, 0x0f, 0xa2, 0xc1, 0xe9, 21, 0x80, 0xe1, 1, 0x88, 0xc8, 0x66, 0xba, 0xf8, 3, 0xee,
+        ]);
+        code.out(0x600, 0x34);
+        let masked = |vm: &mut spec::Vm| vm.cpu = spec::FromText::from_text(model).unwrap();
+        let (report, output) = run_vm(&code, Accounting::On, masked, |_| {});
+        assert_eq!((report.outcome, output), (Outcome::PowerOff, vec![expected]), "{model}");
+    }
+}
+
 #[test]
 fn a_guest_that_hangs_can_be_ended() {
     if !have_kvm() {

@@ -8,6 +8,8 @@
 mod check;
 mod cmdline;
 mod command;
+mod cpu_features;
+mod cpu_model;
 mod cpus;
 mod error;
 mod host_cpu;
@@ -21,6 +23,8 @@ pub use check::{
     MAX_SERIAL, MIN_BPS, MIN_MEMORY,
 };
 pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
+pub use cpu_features::{CpuidBits, CpuidRegister, cpu_features, cpuid_bits};
+pub use cpu_model::CpuModel;
 pub use cpus::{Cpus, Topology};
 pub use error::SpecError;
 pub use host_cpu::{CpuPin, DisableExits, HostCpus, MAX_HALT_POLL};

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::text::{maybe_size, maybe_size32, on_off, said, said_each, size};
-use crate::{CpuPin, Cpus, DisableExits, Net};
+use crate::{CpuModel, CpuPin, Cpus, DisableExits, Net};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +28,9 @@ pub struct Vm {
     /// Virtual CPUs.
     #[serde(default, deserialize_with = "said")]
     pub cpus: Cpus,
+    /// What they can do.
+    #[serde(default)]
+    pub cpu: CpuModel,
     /// Which host CPUs their threads run on.
     #[serde(default, skip_serializing_if = "CpuPin::is_none")]
     pub cpu_pin: CpuPin,
@@ -84,6 +87,7 @@ impl Vm {
             cmdline: None,
             kernel_decompress: KernelDecompress::default(),
             cpus: Cpus::default(),
+            cpu: CpuModel::default(),
             cpu_pin: CpuPin::default(),
             halt_poll: None,
             disable_exits: DisableExits::default(),

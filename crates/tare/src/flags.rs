@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use lexopt::{Arg, Parser};
 use serde::Deserialize;
 use spec::{
-    Console, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, Memory, Net, Said, SpecError,
-    Transport, Word, parse_on_off,
+    Console, CpuModel, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, Memory, Net, Said,
+    SpecError, Transport, Word, parse_on_off,
 };
 
 use crate::exit::Failure;
@@ -34,6 +34,8 @@ pub struct Typed {
     pub net: Option<Vec<Said<Net>>>,
     /// `--cpus`
     pub cpus: Option<Said<Cpus>>,
+    /// `--cpu`
+    pub cpu: Option<CpuModel>,
     /// `--cpu-pin`
     pub cpu_pin: Option<CpuPin>,
     /// `--halt-poll`
@@ -192,6 +194,15 @@ const FLAGS: &[Flag] = &[
             "whose product is N; what is left out follows, cores first",
         ],
         set: |t, v| put(&mut t.cpus, "cpus", Said(Cpus::from_text(&utf8("cpus", v)?)?)),
+    },
+    Flag {
+        name: "cpu",
+        value: Some("MODEL"),
+        help: &[
+            "host: all that KVM gives; then -NAME takes a feature away, +NAME",
+            "insists on one: host,-avx512f,+x2apic. `tare doctor` lists names",
+        ],
+        set: |t, v| put(&mut t.cpu, "cpu", CpuModel::from_text(&utf8("cpu", v)?)?),
     },
     Flag {
         name: "cpu-pin",
@@ -460,6 +471,7 @@ mod tests {
                 "disk" => "[\"a\"]",
                 "net" => "[\"user\"]",
                 "cpus" | "halt-poll" => "1",
+                "cpu" => "\"host\"",
                 "cpu-pin" => "\"2-5\"",
                 "disable-exits" => "\"hlt\"",
                 "memory" => "\"1G\"",
@@ -493,6 +505,8 @@ mod tests {
             "--net=kind=tap,tap=t0,mtu=9000",
             "--cpus",
             "8,sockets=2,cores=2,threads=2",
+            "--cpu",
+            "host,-avx512f,-sgx,+x2apic",
             "--cpu-pin",
             "0:2,7:3-4",
             "--halt-poll",
@@ -524,6 +538,7 @@ mod tests {
             initrd = "i"
             cmdline = "quiet"
             cpus = { count = 8, sockets = 2, cores = 2, threads = 2 }
+            cpu = ["host", "-avx512f", "-sgx", "+x2apic"]
             cpu-pin = ["0:2", "7:3-4"]
             halt-poll = 50000
             disable-exits = ["pause", "cstate"]
@@ -558,7 +573,9 @@ mod tests {
     fn complaints_name_the_flag() {
         let says = |args: &[&str]| parse(args).unwrap_err().message;
         assert_eq!(says(&["--mem", "1G"]), "unknown flag --mem: command line; did you mean --memory?");
-        assert_eq!(says(&["--cpu", "1"]), "unknown flag --cpu: command line; did you mean --cpus?");
+        assert!(says(&["--cpu", "1"]).starts_with("`1` is not a CPU model: --cpu; write host, then -NAME"));
+        assert!(says(&["--cpu", "-avx9"]).starts_with("`avx9` is not a CPU feature: --cpu; did you mean avx"));
+        assert_eq!(says(&["--cp", "1"]), "unknown flag --cp: command line; see `tare run --help`");
         assert_eq!(says(&["--frobnicate"]), "unknown flag --frobnicate: command line; see `tare run --help`");
         assert_eq!(says(&["-m", "1G"]), "unknown flag -m: command line; see `tare run --help`");
         assert_eq!(says(&["--kernel"]), "--kernel has no value: command line; write --kernel VALUE");

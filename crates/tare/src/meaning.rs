@@ -50,6 +50,7 @@ impl Meant {
             cmdline: flags.cmdline.or(file.cmdline),
             kernel_decompress: flags.kernel_decompress.or(file.kernel_decompress).unwrap_or(default.kernel_decompress),
             cpus: flags.cpus.or(file.cpus).map_or(default.cpus, |Said(cpus)| cpus),
+            cpu: flags.cpu.or(file.cpu).unwrap_or(default.cpu),
             cpu_pin: flags.cpu_pin.or(file.cpu_pin).unwrap_or(default.cpu_pin),
             halt_poll: flags.halt_poll.or(file.halt_poll),
             disable_exits: flags.disable_exits.or(file.disable_exits).unwrap_or(default.disable_exits),

@@ -98,6 +98,10 @@ fn flags_that_cannot_be_read() {
         (&["--cpus", "2", "--cpu-pin", "0-2"], "3 host CPUs for 2 vCPUs: cpu-pin; list one for each"),
         (&["--cpu-pin", "1:0"], "there is no vCPU 1: cpu-pin; the first is 0"),
         (&["--cpu-pin", "0:x"], "`0:x` is not a host CPU for each vCPU: --cpu-pin; write a list such as 2-5"),
+        (&["--cpu", "Nehalem"], "`Nehalem` is not a CPU model: --cpu; write host, then -NAME"),
+        (&["--cpu", "host,-avx51"], "`avx51` is not a CPU feature: --cpu; did you mean avx512f,"),
+        (&["--cpu", "host,-avx,+avx2"], "`avx2` needs `avx`, which is taken away: --cpu; take +avx2 or -avx out"),
+        (&["--cpu", "host,-lm"], "no 64-bit guest starts without `lm`: --cpu;"),
         (&["--halt-poll", "1ms"], "`1ms` is not a number of nanoseconds: --halt-poll;"),
         (&["--halt-poll", "2000000000"], "2000000000 ns are too long: halt-poll; ask for at most 1000000000"),
         (&["--halt-poll", "0", "--disable-exits", "hlt"], "no halt to poll before: halt-poll; take it out"),
@@ -160,6 +164,23 @@ fn host_cpus_that_cannot_be_had() {
     let needle = "vCPU 0 can't be on host CPU 8191: --cpu-pin; this process may use ";
     refuses(&mut place.run(&["--cpu-pin", "8191"]), USAGE, needle);
     refuses(&mut place.run(&["--cpu-pin", "0:8191-65535"]), USAGE, needle);
+}
+
+/// No processor has both of these: one is Intel's, the other AMD's.
+#[test]
+fn features_that_the_host_cannot_give() {
+    if !has_kvm() {
+        return;
+    }
+    let needle =
+        ["`serialize`: --cpu; take +serialize out (`tare doctor`", "`sse4a`: --cpu; take +sse4a out (`tare doctor`"];
+    let output = Place::new().run(&["--cpu", "+serialize,+sse4a"]).output().unwrap();
+    let said = common::complaint(&output);
+    assert_eq!(output.status.code(), Some(USAGE), "{said}");
+    assert!(said.starts_with("tare: this host's KVM can't give a guest ") && said.lines().count() == 1, "{said}");
+    assert!(needle.iter().any(|n| said.contains(n)), "{said}");
+    let mwait = "can't give a guest `monitor`: --cpu; add --disable-exits mwait";
+    refuses(&mut Place::new().run(&["--cpu", "+monitor"]), USAGE, mwait);
 }
 
 #[test]

@@ -7,27 +7,45 @@ mod common;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Output, Stdio};
+use std::time::Duration;
 
 use common::{Guest, complaint, has_kvm, tare};
 
-/// Name and allowed host CPUs of each thread of a machine whose guest said "up" and sleeps; the machine is ended.
-fn threads(dir: &Path, more: &[&str]) -> BTreeMap<String, String> {
+/// Name and allowed host CPUs of each thread.
+type Threads = BTreeMap<String, String>;
+
+/// The threads of a machine whose guest said "up" and sleeps, once they are as `expected`; the machine is ended.
+fn threads(dir: &Path, more: &[&str], expected: &[(&str, &str)]) {
     let kernel = Guest::Hang("up").write(dir);
     let mut command = tare(&["run", "--kernel", kernel.to_str().unwrap(), "--console", "serial"]);
     let mut child = Ended(command.args(more).stdout(Stdio::piped()).spawn().unwrap());
     let mut said = [0; 2];
     child.0.stdout.as_mut().unwrap().read_exact(&mut said).unwrap();
     assert_eq!(&said, b"up");
-    let tasks = fs::read_dir(format!("/proc/{}/task", child.0.id())).unwrap();
-    tasks
-        .map(|task| {
-            let task = task.unwrap().path();
-            let read = |name: &str| fs::read_to_string(task.join(name)).unwrap().trim().to_owned();
-            (read("comm"), allowed(&read("status")))
-        })
-        .collect()
+    let expected: Threads = expected.iter().map(|(name, cpus)| ((*name).to_owned(), (*cpus).to_owned())).collect();
+    let mut found = Threads::new();
+    // A thread is there before it has its name and its place; the first vCPU runs before the last is made.
+    for _ in 0..2000 {
+        found = look(child.0.id());
+        if found == expected {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(found, expected);
+}
+
+fn look(process: u32) -> Threads {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    let read = |task: PathBuf| {
+        let name = fs::read_to_string(task.join("comm")).ok()?.trim().to_owned();
+        // The kernel's own threads in a process that uses KVM or vhost name themselves.
+        let own = !name.starts_with("kvm-") && !name.starts_with("vhost-");
+        own.then_some((name, allowed(&fs::read_to_string(task.join("status")).ok()?)))
+    };
+    tasks.filter_map(|task| read(task.unwrap().path())).collect()
 }
 
 /// A machine that doesn't outlive its test.
@@ -60,12 +78,10 @@ fn threads_are_named_by_role() {
     fs::File::create(&disk).unwrap().set_len(1 << 20).unwrap();
     let api = dir.path().join("api");
     let disk = format!("{},queues=2", disk.display());
-    let found = threads(dir.path(), &["--cpus", "2", "--disk", &disk, "--api", api.to_str().unwrap()]);
-    // The kernel's own threads in a process that uses KVM or vhost name themselves.
-    let own = |name: &&str| !name.starts_with("kvm-") && !name.starts_with("vhost-");
-    let found: Vec<&str> = found.keys().map(String::as_str).filter(own).collect();
+    let own = own_cpus();
     // A disk's threads start with its driver, which this guest has none of.
-    assert_eq!(found, ["api", "tare", "vcpu0", "vcpu1"]);
+    let roles = ["api", "tare", "vcpu0", "vcpu1"].map(|name| (name, own.as_str()));
+    threads(dir.path(), &["--cpus", "2", "--disk", &disk, "--api", api.to_str().unwrap()], &roles);
 }
 
 #[test]
@@ -76,10 +92,10 @@ fn vcpus_are_pinned_and_nobody_else() {
     let own = own_cpus();
     let last = own.rsplit([',', '-']).next().unwrap();
     let dir = tempfile::tempdir().unwrap();
-    let pairs = threads(dir.path(), &["--cpus", "2", "--cpu-pin", &format!("1:{last}")]);
-    assert_eq!((&pairs["tare"], &pairs["vcpu0"], &*pairs["vcpu1"]), (&own, &own, last));
-    let in_turn = threads(dir.path(), &["--cpus", "2", "--cpu-pin", &format!("{last},{last}")]);
-    assert_eq!((&in_turn["tare"], &*in_turn["vcpu0"], &*in_turn["vcpu1"]), (&own, last, last));
+    let pair = format!("1:{last}");
+    threads(dir.path(), &["--cpus", "2", "--cpu-pin", &pair], &[("tare", &own), ("vcpu0", &own), ("vcpu1", last)]);
+    let both = format!("{last},{last}");
+    threads(dir.path(), &["--cpus", "2", "--cpu-pin", &both], &[("tare", &own), ("vcpu0", last), ("vcpu1", last)]);
 }
 
 /// Runs a guest that says "x"; a KVM that can't is refused in one line that names the flag.

@@ -64,7 +64,7 @@ echo "== 16 vCPUs"
 guest "$ROOT_RO;echo cpus \$(nproc);chroot /mnt lscpu;$OFF" --cpus 16,sockets=2 --disk path=/lab/root.ext4,readonly=on
 echo "== 12 vCPUs"
 guest "$ROOT_RO;chroot /mnt lscpu;cat /sys/devices/system/cpu/cpu11/topology/core_cpus_list;$OFF" \
-    --cpus 12,sockets=2,cores=3,threads=2 --disk path=/lab/root.ext4,readonly=on
+    --cpus 12,sockets=2,cores=3,threads=2 --cpu host,-avx,-rdrand --cpu-pin 0:0-1,11:1 --halt-poll 20000 --disk path=/lab/root.ext4,readonly=on
 "#,
         &[],
     );
@@ -90,5 +90,13 @@ guest "$ROOT_RO;chroot /mnt lscpu;cat /sys/devices/system/cpu/cpu11/topology/cor
             let same = |shown: &str| shown.split_whitespace().eq(line.split_whitespace());
             assert!(part.lines().any(same), "'{line}' is not in {part}");
         }
+        let flags = part.lines().find_map(|line| line.trim().strip_prefix("Flags:")).unwrap_or_default();
+        let has = |name: &str| flags.split_whitespace().any(|flag| flag == name);
+        assert!(has("sse2") && has("x2apic") && has("xsave"), "{flags}");
+        let masked = name == "12 vCPUs";
+        for name in ["avx", "avx2", "fma", "rdrand"] {
+            assert!(!(masked && has(name)), "{name}: {flags}");
+        }
     }
+    assert!(printed.stderr.contains("tare: halt-poll 20000: a vCPU that halts keeps"), "{}", printed.stderr);
 }

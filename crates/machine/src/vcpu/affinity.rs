@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Sets of host CPUs: those that the monitor may use, and those that a vCPU's thread is pinned to. Called by `build`, which
-//! refuses what can't be had, and by `run` on the main thread when it starts the vCPUs.
+//! refuses what can't be had, and by each vCPU's thread as it starts.
 
 use std::fmt;
 use std::io;
 use std::ops::RangeInclusive;
-use std::os::unix::thread::RawPthread;
 
 /// Enough for 8,192 CPUs, the most that Linux can be built for on x86.
 const WORDS: usize = 128;
@@ -42,14 +41,14 @@ impl CpuSet {
         self.0.get(usize::from(cpu) / 64).is_some_and(|word| word >> (cpu % 64) & 1 != 0)
     }
 
-    /// Has `thread` run on these CPUs alone.
+    /// Has the calling thread run on these CPUs alone.
     ///
     /// # Errors
     /// When the kernel lets it run on none of them.
-    pub fn pin(&self, thread: RawPthread) -> io::Result<()> {
-        // SAFETY: the caller's handle keeps the thread joinable, so its id is valid; the set is read for the size given.
-        let rc = unsafe { libc::pthread_setaffinity_np(thread, size_of_val(&self.0), self.0.as_ptr().cast()) };
-        if rc == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(rc)) }
+    pub fn pin_self(&self) -> io::Result<()> {
+        // SAFETY: the set is read for the size given; 0 is the calling thread.
+        let rc = unsafe { libc::sched_setaffinity(0, size_of_val(&self.0), self.0.as_ptr().cast()) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }
 
@@ -73,9 +72,6 @@ impl fmt::Display for CpuSet {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use std::os::unix::thread::JoinHandleExt;
-    use std::sync::mpsc;
-
     use super::*;
 
     #[test]
@@ -95,12 +91,10 @@ mod tests {
     fn a_thread_stays_where_it_is_pinned() {
         let allowed = CpuSet::allowed().unwrap();
         let last = (0..8192).rev().find(|cpu| allowed.contains(*cpu)).unwrap();
-        let (go, gone) = mpsc::channel();
-        let thread = std::thread::spawn(move || gone.recv().map(|()| CpuSet::allowed().unwrap()));
         let one = CpuSet::of(&(last..=last));
-        one.pin(thread.as_pthread_t()).unwrap();
-        go.send(()).unwrap();
-        assert_eq!(thread.join().unwrap().unwrap(), one);
+        let pinned = std::thread::spawn(move || one.pin_self().map(|()| (one, CpuSet::allowed().unwrap())));
+        let (one, now) = pinned.join().unwrap().unwrap();
+        assert_eq!(now, one);
         assert_eq!(CpuSet::allowed().unwrap(), allowed, "nobody else is");
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What CPUID tells the guest: what KVM supports, less what costs exits and gives nothing, plus identity and topology.
+//! What CPUID tells the guest: the features chosen for it (`features`), plus each vCPU's identity and place.
 //!
 //! Called once per vCPU before it first runs. Leaf numbers follow Intel SDM 2A "CPUID" and AMD APM 3, appendix E.
 
@@ -7,22 +7,16 @@ use kvm::CpuidEntry;
 
 use super::topology::{Seat, Topology};
 
-const HYPERVISOR: u32 = 1 << 31;
-const TSC_DEADLINE: u32 = 1 << 24;
 const HTT: u32 = 1 << 28;
 /// AMD leaf 0x8000_0001 ecx: leaf 1's HTT counts cores.
 const CMP_LEGACY: u32 = 1 << 1;
-/// AMD leaf 0x8000_0001 ecx: core and data-fabric performance counter extensions, and L2 counters.
-const AMD_PERFCTR: u32 = 1 << 23 | 1 << 24 | 1 << 28;
 
 /// What the tables are made from.
 pub struct Inputs<'a> {
-    /// KVM_GET_SUPPORTED_CPUID.
-    pub supported: &'a [CpuidEntry],
+    /// Every vCPU's features.
+    pub features: &'a [CpuidEntry],
     /// Grouping of the vCPUs.
     pub topology: Topology,
-    /// KVM emulates the TSC-deadline timer.
-    pub tsc_deadline: bool,
     /// TSC frequency in kHz, where known.
     pub tsc_khz: Option<u32>,
 }
@@ -30,31 +24,18 @@ pub struct Inputs<'a> {
 /// The CPUID table of vCPU `index`.
 #[must_use]
 pub fn table(inputs: &Inputs<'_>, index: u8) -> Vec<CpuidEntry> {
-    let amd = inputs.supported.iter().any(|e| e.function == 0 && e.ebx == u32::from_le_bytes(*b"Auth"));
+    let amd = inputs.features.iter().any(|e| e.function == 0 && e.ebx == u32::from_le_bytes(*b"Auth"));
     let topology = &inputs.topology;
     let seat = topology.seat(index);
-    let mut out: Vec<CpuidEntry> = Vec::with_capacity(inputs.supported.len() + 6);
-    for entry in inputs.supported {
+    let mut out: Vec<CpuidEntry> = Vec::with_capacity(inputs.features.len() + 6);
+    for entry in inputs.features {
         let mut entry = *entry;
         match entry.function {
             // Rewritten below; AMD's 0x8000_0026 says what 0xb does, and a guest that finds it empty reads that.
             0xb | 0x1f | 0x4000_0010 | 0x8000_0026 => continue,
-            0x1 => {
-                identity(&mut entry, topology, seat);
-                entry.ecx |= HYPERVISOR;
-                if inputs.tsc_deadline {
-                    entry.ecx |= TSC_DEADLINE;
-                }
-            }
+            0x1 => identity(&mut entry, topology, seat),
             0x4 | 0x8000_001d => topology.share_cache(&mut entry),
-            // No performance counters: a guest that finds them probes each with two exits.
-            0xa => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
-            0x8000_0001 => {
-                entry.ecx &= !AMD_PERFCTR;
-                if amd {
-                    set(&mut entry.ecx, CMP_LEGACY, topology.in_socket() > 1);
-                }
-            }
+            0x8000_0001 if amd => set(&mut entry.ecx, CMP_LEGACY, topology.in_socket() > 1),
             0x8000_0008 if amd => entry.ecx = topology.socket_bits() << 12 | (topology.in_socket() - 1),
             0x8000_001e => {
                 entry.eax = seat.apic_id;
@@ -124,7 +105,6 @@ mod tests {
         let mut all = vec![
             entry(0, 0x1f, u32::from_le_bytes(*b"Genu"), 0, 0),
             entry(1, 0, 0xff40_1234, 0, 0),
-            entry(0xa, 0x0730_0404, 0, 0, 0x603),
             sub(0xb, 0, 1),
             sub(0x1f, 0, 1),
             entry(0x4000_0000, 0x4000_0001, 0, 0, 0),
@@ -147,8 +127,8 @@ mod tests {
         all
     }
 
-    fn tables(supported: &[CpuidEntry], topology: Topology) -> Vec<Vec<CpuidEntry>> {
-        let inputs = Inputs { supported, topology, tsc_deadline: true, tsc_khz: Some(2_000_000) };
+    fn tables(features: &[CpuidEntry], topology: Topology) -> Vec<Vec<CpuidEntry>> {
+        let inputs = Inputs { features, topology, tsc_khz: Some(2_000_000) };
         (0..topology.count()).map(|index| table(&inputs, index)).collect()
     }
 
@@ -246,7 +226,6 @@ mod tests {
             let one = leaf(&tables[0], 1, 0);
             let legacy = leaf(&tables[0], 0x8000_0001, 0).ecx;
             assert_eq!((one.edx & HTT != 0, legacy & CMP_LEGACY != 0), (c * t > 1, c * t > 1));
-            assert_eq!(legacy & AMD_PERFCTR, 0);
             assert!(tables.iter().flatten().all(|e| e.function != 0x8000_0026 && e.function != 0x1f));
         }
     }
@@ -257,9 +236,7 @@ mod tests {
         let tables = tables(&intel(), cpus.topology().unwrap().into());
         let sixth = &tables[5];
         assert_eq!(leaf(sixth, 1, 0).ebx, 5 << 24 | 4 << 16 | 0x1234);
-        assert_eq!(leaf(sixth, 1, 0).ecx, HYPERVISOR | TSC_DEADLINE);
         assert_eq!(leaf(sixth, 1, 0).edx & HTT, HTT);
-        assert_eq!(leaf(sixth, 0xa, 0).eax, 0, "no performance counters");
         assert_eq!(leaf(sixth, 0x4000_0010, 0).eax, 2_000_000);
         assert_eq!(leaf(sixth, 0x4000_0000, 0).eax, 0x4000_0010);
         let mut alone = amd();
@@ -268,7 +245,7 @@ mod tests {
         assert_eq!((leaf(table, 1, 0).ebx, leaf(table, 1, 0).edx & HTT), (1 << 16, 0));
     }
 
-    fn tables_of_one(supported: &[CpuidEntry]) -> Vec<Vec<CpuidEntry>> {
-        tables(supported, spec::Cpus::default().topology().unwrap().into())
+    fn tables_of_one(features: &[CpuidEntry]) -> Vec<Vec<CpuidEntry>> {
+        tables(features, spec::Cpus::default().topology().unwrap().into())
     }
 }

@@ -3,6 +3,8 @@
 
 pub mod affinity;
 pub mod cpuid;
+pub mod features;
+pub mod host;
 mod run;
 pub mod setup;
 pub mod topology;

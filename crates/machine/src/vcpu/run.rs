@@ -65,14 +65,24 @@ pub struct Stopped {
     pub places: Option<Places>,
 }
 
-/// Starts vCPU `id` on a thread of its own.
+/// Starts vCPU `id` on a thread of its own, which runs on the host CPUs of `pin` alone, if there are any.
 ///
 /// # Errors
 /// When the host gives no more threads.
-pub fn spawn(id: u8, mut vcpu: Vcpu, dispatch: Arc<Dispatch>, accounting: Accounting) -> io::Result<Started> {
+pub fn spawn(
+    id: u8,
+    mut vcpu: Vcpu,
+    pin: Option<CpuSet>,
+    dispatch: Arc<Dispatch>,
+    accounting: Accounting,
+) -> io::Result<Started> {
     install_kick_handler()?;
     let immediate_exit = ImmediateExit(vcpu.immediate_exit());
     let thread = std::thread::Builder::new().name(format!("vcpu{id}")).stack_size(STACK).spawn(move || {
+        // `build` has seen that it may; only a cpuset that changed since can say no.
+        if let Some(Err(e)) = pin.map(|cpus| cpus.pin_self()) {
+            dispatch.control().finish(Outcome::GuestFault(format!("vCPU {id} can't be pinned: {e}")));
+        }
         let mut counters = Counters::default();
         let mut places = None;
         if accounting == Accounting::Places {
@@ -101,14 +111,6 @@ pub fn spawn(id: u8, mut vcpu: Vcpu, dispatch: Arc<Dispatch>, accounting: Accoun
 }
 
 impl Started {
-    /// Has the thread run on these host CPUs alone.
-    ///
-    /// # Errors
-    /// When the host no longer lets it.
-    pub fn pin(&self, cpus: &CpuSet) -> io::Result<()> {
-        cpus.pin(self.thread.as_pthread_t())
-    }
-
     /// Waits for the thread, which must have been told to stop through `Control`; kicks it out of the guest.
     pub fn stop(self) -> Option<Stopped> {
         while !self.thread.is_finished() {

@@ -18,6 +18,8 @@ const RFLAGS: u64 = 2;
 
 const MSR_MISC_ENABLE: u32 = 0x1a0;
 const MISC_ENABLE_FAST_STRING: u64 = 1;
+/// `MONITOR` and `MWAIT` are switched on.
+const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 const MSR_MTRR_DEF_TYPE: u32 = 0x2ff;
 const MTRR_ENABLE_WRITE_BACK: u64 = 1 << 11 | 6;
 
@@ -38,13 +40,15 @@ pub fn boot_vcpu(vcpu: &Vcpu, entry: &Entry) -> Result<(), KvmError> {
     }
 }
 
-/// MSRs that every vCPU starts with: fast strings, and write-back as the default memory type, as firmware would leave them.
+/// MSRs that every vCPU starts with: fast strings, `MWAIT` where the guest has it, and write-back as the default memory type,
+/// as firmware would leave them.
 ///
 /// # Errors
 /// [`KvmError`].
-pub fn msrs(vcpu: &Vcpu) -> Result<(), KvmError> {
+pub fn msrs(vcpu: &Vcpu, mwait: bool) -> Result<(), KvmError> {
+    let misc = MISC_ENABLE_FAST_STRING | if mwait { MISC_ENABLE_MWAIT } else { 0 };
     let set = |index, data| MsrEntry { index, data, ..Default::default() };
-    vcpu.set_msrs(&[set(MSR_MISC_ENABLE, MISC_ENABLE_FAST_STRING), set(MSR_MTRR_DEF_TYPE, MTRR_ENABLE_WRITE_BACK)])
+    vcpu.set_msrs(&[set(MSR_MISC_ENABLE, misc), set(MSR_MTRR_DEF_TYPE, MTRR_ENABLE_WRITE_BACK)])
 }
 
 /// Extended state that every vCPU starts with: all that its CPUID table offers.

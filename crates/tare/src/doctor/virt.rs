@@ -47,6 +47,7 @@ pub fn look(node: &Path) -> Vec<Finding> {
     };
     findings.push(hardware(probe::ring_zero(node, BUDGET)));
     findings.extend(capabilities.iter().map(capability));
+    findings.push(cpu_features(machine::host_cpu_features(node)));
     findings.push(nested(&Host::real()));
     findings.push(interrupt_hardware(&Host::real()));
     findings
@@ -153,6 +154,18 @@ fn capability(capability: &Capability) -> Finding {
         Some(Use { cost: Some(cost), get, .. }) => found.lacking(cost, get),
         Some(Use { cost: None, get, .. }) => found.missing("tare can't run without it", get),
         None => found,
+    }
+}
+
+/// The names that `tare run --cpu` can take away or insist on here.
+fn cpu_features(found: Result<Vec<&'static str>, machine::Error>) -> Finding {
+    const KEY: &str = "kvm.cpu_features";
+    match found {
+        Ok(names) => Finding::ok(KEY, names.clone(), format!("{} for --cpu: {}", names.len(), names.join(" "))),
+        Err(error) => {
+            let text = error.to_string();
+            Finding::ok(KEY, json!({"error": text}), text.clone()).missing("no guest runs at all", GET_NEWER)
+        }
     }
 }
 
