@@ -146,7 +146,8 @@ const FLAGS: &[Flag] = &[
         help: &[
             "kernel command line, all of it; without this flag tare chooses",
             "console=..., root=/dev/vda rw (with a disk), reboot=k panic=-1 and",
-            "cryptomgr.notests (no self-tests of the kernel's cryptography: half of a boot).",
+            "cryptomgr.notests (no self-tests of the kernel's cryptography:",
+            "half of a boot).",
             "For an image with partitions say root=/dev/vda1 here",
         ],
         set: |t, v| put(&mut t.cmdline, "cmdline", utf8("cmdline", v)?),
