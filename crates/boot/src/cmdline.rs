@@ -14,7 +14,17 @@ pub const DEFAULT_MAX: u32 = 255;
 /// # Errors
 /// [`BootError::Cmdline`] if it is too long or has a NUL or a line break inside.
 pub fn write(ram: &GuestRam, text: &str, max: u64) -> Result<(), BootError> {
-    let max = max.min(CMDLINE_MAX - 1);
+    check(text, max.min(CMDLINE_MAX - 1))?;
+    ram.write_bytes(CMDLINE, text.as_bytes())?;
+    let end = base::Gpa(CMDLINE.0 + text.len() as u64);
+    Ok(ram.write_bytes(end, &[0])?)
+}
+
+/// Whether `text` can be passed on in at most `max` bytes without the NUL.
+///
+/// # Errors
+/// [`BootError::Cmdline`] if it is too long or has a NUL or a line break inside.
+pub fn check(text: &str, max: u64) -> Result<(), BootError> {
     let len = text.len() as u64;
     if len > max {
         return Err(BootError::Cmdline(format!("is {len} bytes long, this kernel takes {max}; shorten it")));
@@ -22,9 +32,7 @@ pub fn write(ram: &GuestRam, text: &str, max: u64) -> Result<(), BootError> {
     if let Some(at) = text.bytes().position(|b| b == 0 || b == b'\n') {
         return Err(BootError::Cmdline(format!("has a NUL or a line break at byte {at}; take it out")));
     }
-    ram.write_bytes(CMDLINE, text.as_bytes())?;
-    let end = base::Gpa(CMDLINE.0 + len);
-    Ok(ram.write_bytes(end, &[0])?)
+    Ok(())
 }
 
 /// Whether `text` has the word `name`, alone or followed by `=value`, before the `--` that ends the kernel's part.

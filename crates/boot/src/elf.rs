@@ -41,7 +41,7 @@ pub struct Elf {
     pub is_64: bool,
     /// Where it says it starts.
     pub entry: u64,
-    /// Loadable segments by file offset; none overlaps another in guest memory, none is below 1 MiB.
+    /// Loadable segments by file offset; none overlaps another in guest memory.
     pub segments: Vec<Segment>,
     /// File offset and length of each note segment.
     pub notes: Vec<(u64, u64)>,
@@ -77,6 +77,14 @@ impl Elf {
     /// # Errors
     /// One phrase about the file, for [`BootError::Malformed`].
     pub fn parse(head: &[u8], len: u64) -> Result<Self, String> {
+        Self::parse_from(head, len, HIGH_MEMORY)
+    }
+
+    /// [`Elf::parse`] of a file whose segments may lie anywhere from address `floor` on.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn parse_from(head: &[u8], len: u64, floor: u64) -> Result<Self, String> {
         let f = Fields(head);
         let short = || "its ELF header is cut short".to_string();
         let class = f.get(4, 1).ok_or_else(short)?;
@@ -108,14 +116,14 @@ impl Elf {
             let at = table.checked_add(n * width).and_then(|at| usize::try_from(at).ok());
             let header = at.and_then(|at| head.get(at..)?.get(..width as usize));
             let header = header.ok_or_else(|| "its program headers lie outside its first bytes".to_string())?;
-            elf.add(Fields(header), len)
+            elf.add(Fields(header), len, floor)
                 .ok_or_else(|| format!("its program header {n} is outside the file or memory"))?;
         }
         elf.check()?;
         Ok(elf)
     }
 
-    fn add(&mut self, h: Fields<'_>, len: u64) -> Option<()> {
+    fn add(&mut self, h: Fields<'_>, len: u64, floor: u64) -> Option<()> {
         let c = self.is_64;
         let kind = h.get(0, 4)? as u32;
         let offset = h.by_class(c, (4, 4), (8, 8))?;
@@ -129,7 +137,7 @@ impl Elf {
             return Some(());
         }
         let end = offset.checked_add(file_len)?;
-        if end > len || file_len > mem_len || at.checked_add(mem_len)? > mem::LOW_END || at < HIGH_MEMORY {
+        if end > len || file_len > mem_len || at.checked_add(mem_len)? > mem::LOW_END || at < floor {
             return None;
         }
         self.file_end = self.file_end.max(end);

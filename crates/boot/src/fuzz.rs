@@ -28,7 +28,7 @@ pub fn fuzz_kernel(ram: &GuestRam, bytes: &[u8]) {
     for (decompress, seed) in [(Decompress::Guest, None), (Decompress::Monitor, None), (Decompress::Monitor, Some(1))] {
         let kernel = Source::memory("kernel", name, bytes);
         let initrd = Some(Source::memory("initrd", name, &[7; 5000]));
-        let guest = Guest { kernel, initrd, cmdline: "quiet", decompress, seed };
+        let guest = Guest { kernel, initrd, cmdline: "quiet", args: "quiet", decompress, seed };
         match load(ram, &guest, &platform) {
             Ok(loaded) => promises(&loaded, ram),
             Err(e) => assert!(!e.to_string().contains('\n')),
@@ -37,9 +37,15 @@ pub fn fuzz_kernel(ram: &GuestRam, bytes: &[u8]) {
 }
 
 fn promises(loaded: &Loaded, ram: &GuestRam) {
-    let (Entry::Linux64 { rip, .. } | Entry::Pvh { rip, .. }) = loaded.entry;
     let (at, len) = loaded.kernel;
-    assert!(at.0 >= 0x10_0000 && at.0 + len <= ram.size(), "{loaded:?}");
+    let (rip, floor) = match loaded.entry {
+        Entry::Linux64 { rip, .. } | Entry::Pvh { rip, .. } => (rip, 0x10_0000),
+        Entry::Multiboot { rip, rbx, gdt, .. } => {
+            assert!(rbx > gdt && rbx.0 < ram.size() && at.0 + len > at.0, "{loaded:?}");
+            (rip, 0)
+        }
+    };
+    assert!(at.0 >= floor && at.0 + len <= ram.size(), "{loaded:?}");
     assert!(rip.0 >= at.0 && rip.0 < at.0 + len, "{loaded:?}");
     if let Some((initrd, n)) = loaded.initrd {
         assert!(initrd.0 >= at.0 + len && initrd.0 + n <= ram.size(), "{loaded:?}");
@@ -51,31 +57,32 @@ fn promises(loaded: &Loaded, ram: &GuestRam) {
 mod tests {
     use super::*;
     use crate::unpack::tests::{Dice, bzimage, inner};
-    use crate::{BootError, elf};
+    use crate::{BootError, elf, multiboot};
 
     fn ram() -> GuestRam {
         GuestRam::anonymous(&[(Gpa(0), 32 << 20)]).unwrap()
     }
 
-    fn samples() -> [Vec<u8>; 3] {
+    fn samples() -> [Vec<u8>; 5] {
         let vmlinux =
             elf::tests::build(0x100_0000, &[(0x100_0000, &[0x90; 300], 8000), (0x110_0000, &[1; 64], 0)], None);
         let pvh = elf::tests::build(0xffff_ffff_8100_0000, &[(0x100_0000, &[0x90; 300], 0)], Some(0x100_0020));
-        [bzimage(&inner()), vmlinux, pvh]
+        let plain = multiboot::tests::plain(&[0x90; 300], 4096);
+        [bzimage(&inner()), vmlinux, pvh, multiboot::tests::elf32(0x40_0000, &[0x90; 300], 4096), plain]
     }
 
     fn load_plain(bytes: &[u8], decompress: Decompress, seed: Option<u64>) -> Result<Loaded, BootError> {
         let kernel = Source::memory("kernel", Path::new("k"), bytes);
         load(
             &ram(),
-            &Guest { kernel, initrd: None, cmdline: "", decompress, seed },
+            &Guest { kernel, initrd: None, cmdline: "", args: "", decompress, seed },
             &crate::platform::tests::platform(),
         )
     }
 
     #[test]
     fn the_samples_load_as_what_they_are() {
-        let [bz, vmlinux, pvh] = samples();
+        let [bz, vmlinux, pvh, elf32, plain] = samples();
         let how = |b: &[u8], d, s| load_plain(b, d, s).unwrap().how;
         assert_eq!(how(&bz, Decompress::Guest, None), "bzImage, lz4, unpacked by the guest (as asked)");
         assert_eq!(how(&bz, Decompress::Monitor, None), "bzImage, lz4, unpacked by tare, KASLR off");
@@ -85,6 +92,8 @@ mod tests {
         assert_eq!(loaded.kernel, (Gpa(0x100_0000), 0x10_0040));
         let loaded = load_plain(&pvh, Decompress::Monitor, None).unwrap();
         assert!(matches!(loaded.entry, Entry::Pvh { rip: Gpa(0x100_0020), rbx: Gpa(0x6000), .. }), "{loaded:?}");
+        assert_eq!(how(&elf32, Decompress::Monitor, None), "multiboot, ELF");
+        assert_eq!(how(&plain, Decompress::Monitor, None), "multiboot, addresses in its header");
     }
 
     #[test]
@@ -95,7 +104,11 @@ mod tests {
                     Err(e) => e.to_string(),
                     // Past the last segment an ELF file has only what nobody loads.
                     Ok(l) => {
-                        assert!(l.how.starts_with("ELF"), "{len} of {}: {l:?}", sample.len());
+                        assert!(
+                            l.how.starts_with("ELF") || l.how.starts_with("multiboot, ELF"),
+                            "{len} of {}: {l:?}",
+                            sample.len()
+                        );
                         continue;
                     }
                 };

@@ -18,6 +18,7 @@ mod kaslr;
 mod layout;
 mod load;
 mod long_mode;
+mod multiboot;
 mod platform;
 mod pvh;
 mod reset_vector;
@@ -30,6 +31,7 @@ use base::Gpa;
 pub use error::BootError;
 pub use layout::{ACPI_START, CMDLINE, GDT, PAGE_TABLES, START_INFO, ZERO_PAGE};
 pub use load::load;
+pub use multiboot::MAGIC as MULTIBOOT_MAGIC;
 pub use platform::{Ecam, Platform, PmPorts, Serial, VirtioMmio};
 pub use source::Source;
 
@@ -47,12 +49,14 @@ pub enum Decompress {
 /// What to start. RAM must read as zero, as fresh memory does: zeros in the kernel are not written.
 #[derive(Debug)]
 pub struct Guest<'a> {
-    /// bzImage or ELF.
+    /// bzImage, ELF or multiboot 1.
     pub kernel: Source<'a>,
     /// Initial RAM disk.
     pub initrd: Option<Source<'a>>,
-    /// Kernel command line, without a terminating NUL.
+    /// Linux's command line, without a terminating NUL.
     pub cmdline: &'a str,
+    /// The command line of a multiboot kernel, after its own name.
+    pub args: &'a str,
     /// Who unpacks the kernel and the initrd.
     pub decompress: Decompress,
     /// Fresh random bits for KASLR when tare unpacks; `None` loads at the default address, as `nokaslr` does.
@@ -79,6 +83,17 @@ pub enum Entry {
         rbx: Gpa,
         /// GDT, already in guest memory; its page tables are not used. CS = 0x28, others 0x18, TR = 0x20.
         tables: LongMode,
+    },
+    /// Multiboot 1: 32-bit protected mode, paging off, flat segments, interrupts off, EAX = [`MULTIBOOT_MAGIC`].
+    Multiboot {
+        /// First instruction, for EIP.
+        rip: Gpa,
+        /// The multiboot information, for EBX.
+        rbx: Gpa,
+        /// GDT, already in guest memory: CS = 0x08, others 0x10.
+        gdt: Gpa,
+        /// Its limit, for GDTR.
+        gdt_limit: u16,
     },
 }
 

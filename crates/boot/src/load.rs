@@ -9,7 +9,8 @@ use crate::bzimage::{BzImage, ENTRY_64, PROBE};
 use crate::e820::Range;
 use crate::elf::{Elf, HEAD};
 use crate::initrd::{Placed, Room};
-use crate::layout::{START_INFO, ZERO_PAGE};
+use crate::layout::{HIGH_MEMORY, START_INFO, ZERO_PAGE};
+use crate::multiboot::{self, Header, Info};
 use crate::unpack::{Format, Outcome};
 use crate::zero_page::{ZeroPage, bare_header};
 use crate::{BootError, Decompress, Entry, Guest, Loaded, Platform};
@@ -29,6 +30,8 @@ pub fn load(ram: &GuestRam, guest: &Guest<'_>, platform: &Platform) -> Result<Lo
     let boot = Boot { ram, guest, map: &map, low_end: initrd::low_ram_end(&map), rsdp: acpi::write(ram, platform)? };
     if bzimage::is(&head) {
         boot.bzimage(&BzImage::parse(kernel, &head)?)
+    } else if let Some(header) = boot.multiboot_header(&head)? {
+        boot.multiboot(header, &head)
     } else if elf::is(&head) {
         boot.elf(&Elf::parse(&head, kernel.len()).map_err(|what| kernel.malformed(what))?)
     } else {
@@ -117,6 +120,48 @@ impl Boot<'_> {
         let tables = long_mode::write(self.ram, end)?;
         let entry = Entry::Pvh { rip: Gpa(entry), rbx: START_INFO, tables };
         Ok(Loaded { entry, how, kernel, initrd })
+    }
+
+    /// The header by which to start the kernel whose first bytes these are. PVH, where an ELF kernel has both, says more.
+    fn multiboot_header(&self, head: &[u8]) -> Result<Option<Header>, BootError> {
+        let file = &self.guest.kernel;
+        let Some(header) = multiboot::find(head) else { return Ok(None) };
+        let elf = if elf::is(head) { Elf::parse(head, file.len()).ok() } else { None };
+        if let Some(elf) = elf
+            && elf.pvh_entry(file)?.is_some()
+        {
+            return Ok(None);
+        }
+        if !header.counts(head) {
+            return Err(BootError::Unsupported {
+                path: file.path().into(),
+                what: "it is a multiboot kernel in a 64-bit ELF file".into(),
+                hint: "make it a 32-bit one with objcopy -O elf32-i386",
+            });
+        }
+        Ok(Some(header))
+    }
+
+    fn multiboot(&self, header: Header, head: &[u8]) -> Result<Loaded, BootError> {
+        let file = &self.guest.kernel;
+        let kernel = multiboot::Kernel::parse(header, head, file, self.low_end)?;
+        let (start, end) = kernel.extent();
+        let module = match &self.guest.initrd {
+            // As it is: what a module is for only the kernel knows.
+            Some(from) => {
+                let room = Room { floor: end.max(HIGH_MEMORY), ram_end: self.low_end, max: u64::MAX };
+                initrd::load(self.ram, from, room, Decompress::Guest)?.map(|placed| ((placed.at, placed.len), from))
+            }
+            None => None,
+        };
+        for s in &kernel.segments {
+            file.read_to_guest(s.offset, s.file_len, self.ram, Gpa(s.at), "segment")?;
+        }
+        let info = Info { map: self.map, low_end: self.low_end, file, args: self.guest.args, module };
+        let written = info.write(self.ram, &kernel)?;
+        let (entry, initrd) = (Gpa(kernel.entry), module.map(|(place, _)| place));
+        let entry = Entry::Multiboot { rip: entry, rbx: written.info, gdt: written.gdt, gdt_limit: written.gdt_limit };
+        Ok(Loaded { entry, how: kernel.how.into(), kernel: (Gpa(start), end - start), initrd })
     }
 
     fn linux(&self, linux: Linux, initrd: Option<Placed>) -> Result<Loaded, BootError> {

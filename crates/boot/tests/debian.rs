@@ -70,7 +70,7 @@ fn oracle(file: &[u8]) -> Option<Vec<u8>> {
 
 fn run(ram: &GuestRam, path: &Path, decompress: Decompress, seed: Option<u64>) -> boot::Loaded {
     let kernel = Source::open("kernel", path).unwrap();
-    let guest = Guest { kernel, initrd: None, cmdline: "console=hvc0", decompress, seed };
+    let guest = Guest { kernel, initrd: None, cmdline: "console=hvc0", args: "", decompress, seed };
     load(ram, &guest, &platform()).unwrap()
 }
 
@@ -185,7 +185,7 @@ fn too_little_memory_is_said_with_numbers() {
     for path in kernels() {
         let kernel = Source::open("kernel", &path).unwrap();
         let ram = GuestRam::anonymous(&mem::ranges(48 << 20)).unwrap();
-        let guest = Guest { kernel, initrd: None, cmdline: "", decompress: Decompress::Monitor, seed: None };
+        let guest = Guest { kernel, initrd: None, cmdline: "", args: "", decompress: Decompress::Monitor, seed: None };
         let err = load(&ram, &guest, &platform()).unwrap_err().to_string();
         assert!(err.contains("--memory") && err.contains("50331648"), "{err}");
     }

@@ -21,7 +21,7 @@ use crate::control::Control;
 use crate::dispatch::Dispatch;
 use crate::error::{Error, host};
 use crate::layout;
-use crate::legacy::{AcpiPorts, Coalesced, SerialPort};
+use crate::legacy::{AcpiPorts, Coalesced, DebugExit, SerialPort};
 use crate::mmio_host::{announce, last_gsi};
 use crate::msi::KvmMsi;
 use crate::registry::Registry;
@@ -59,6 +59,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let kvm = Kvm::open(&spec.kvm)?;
     let topology = check_host(spec, &kvm)?;
     let features = choose_features(spec, &kvm)?;
+    let debug_exit = spec.debug_exit.map(DebugExit::new).transpose()?;
     let vm = kvm.create_vm()?;
     idle(spec, &vm)?;
     let ram = GuestRam::anonymous(&mem::ranges(spec.memory.size))?;
@@ -104,7 +105,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
         port.coalesce(Coalesced::new(&vm, ring, layout::SERIAL_PORT));
     }
     timeline.note("vCPUs");
-    let dispatch = Dispatch::new(control, timeline.clone(), serial, bus);
+    let dispatch = Dispatch::new(control, timeline.clone(), serial, bus).with_debug_exit(debug_exit);
     let dispatch = Arc::new(match pins {
         Some(pins) => dispatch.with_ioapic(pins, &routes),
         None => dispatch,
@@ -269,6 +270,7 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
         kernel: Source::open("kernel", &spec.kernel)?,
         initrd: spec.initrd.as_deref().map(|path| Source::open("initrd", path)).transpose()?,
         cmdline: &announce(&spec.command_line(), &platform.virtio_mmio),
+        args: spec.cmdline.as_deref().unwrap_or_default(),
         decompress: match spec.kernel_decompress {
             spec::KernelDecompress::Guest => boot::Decompress::Guest,
             spec::KernelDecompress::Monitor => boot::Decompress::Monitor,

@@ -17,6 +17,8 @@ pub enum Outcome {
     Reset,
     /// The guest's kernel panicked and said so through pvpanic.
     Panic,
+    /// The guest ended the machine with this exit status, through the debug exit.
+    Exit(u8),
     /// The user quit, or asked a second time for the end.
     Killed,
     /// The guest can't go on: a triple fault, or something KVM can't emulate.

@@ -11,7 +11,8 @@ use crate::control::Control;
 use crate::layout::{ACPI_PORT, IOAPIC, PVPANIC_PORT, SERIAL_PORT};
 use crate::ledger::{Party, Reason};
 use crate::legacy::{
-    AcpiPorts, Ask, I8042_COMMAND, I8042_DATA, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED, SerialPort,
+    AcpiPorts, Ask, DebugExit, I8042_COMMAND, I8042_DATA, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED,
+    SerialPort,
 };
 use crate::msi::KvmMsi;
 use crate::timeline::{BOOT_PORT, DEBUG_PORT, Timeline};
@@ -22,6 +23,7 @@ pub struct Dispatch {
     timeline: Arc<Timeline>,
     serial: Option<Mutex<SerialPort>>,
     ioapic: Option<(Mutex<IoApic>, KvmMsi)>,
+    debug_exit: Option<DebugExit>,
     bus: Bus,
 }
 
@@ -35,13 +37,20 @@ impl Dispatch {
     /// Puts the parts together.
     #[must_use]
     pub fn new(control: Arc<Control>, timeline: Arc<Timeline>, serial: Option<SerialPort>, bus: Bus) -> Self {
-        Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, bus }
+        Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, debug_exit: None, bus }
     }
 
     /// With an I/O APIC of `pins` pins, whose messages go to `routes`.
     #[must_use]
     pub fn with_ioapic(mut self, pins: u8, routes: &KvmMsi) -> Self {
         self.ioapic = Some((Mutex::new(IoApic::new(pins)), routes.clone()));
+        self
+    }
+
+    /// With a port that ends the machine.
+    #[must_use]
+    pub fn with_debug_exit(mut self, port: Option<DebugExit>) -> Self {
+        self.debug_exit = port;
         self
     }
 
@@ -90,6 +99,10 @@ impl Dispatch {
                 data.fill(0);
                 Party::Acpi
             }
+            (port, data) if self.ends_at(port) => {
+                data.fill(0);
+                Party::DebugExit
+            }
             (_, data) => {
                 data.fill(0xff);
                 Party::Nobody
@@ -111,9 +124,14 @@ impl Dispatch {
             (PVPANIC_PORT, [byte]) if byte & PVPANIC_PANICKED != 0 => (Party::Pvpanic, Ask::Panic),
             (ACPI_PORT..=ACPI_LAST, [byte]) => (Party::Acpi, AcpiPorts::write(port - ACPI_PORT, *byte)),
             (BOOT_PORT | DEBUG_PORT, [byte]) => (Party::Marker, Ask::Mark(port, *byte)),
+            (port, data) if self.ends_at(port) => (Party::DebugExit, DebugExit::write(data)),
             _ => (Party::Nobody, Ask::Nothing),
         };
         (Reason::PioWrite, party, ask)
+    }
+
+    fn ends_at(&self, port: u16) -> bool {
+        self.debug_exit.is_some_and(|exit| exit.has(port))
     }
 
     /// Answers a read outside RAM.

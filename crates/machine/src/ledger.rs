@@ -35,6 +35,8 @@ pub enum Party {
     VirtioMmio,
     /// The I/O APIC.
     IoApic,
+    /// The debug exit.
+    DebugExit,
     /// A marker port: see `timeline`.
     Marker,
     /// No device there.
@@ -43,7 +45,7 @@ pub enum Party {
     Kvm,
 }
 
-const PARTIES: [(Party, &str); 12] = [
+const PARTIES: [(Party, &str); 13] = [
     (Party::Serial, "serial"),
     (Party::I8042, "i8042"),
     (Party::Pvpanic, "pvpanic"),
@@ -53,6 +55,7 @@ const PARTIES: [(Party, &str); 12] = [
     (Party::PciBar, "pci-bar"),
     (Party::VirtioMmio, "virtio-mmio"),
     (Party::IoApic, "ioapic"),
+    (Party::DebugExit, "debug-exit"),
     (Party::Marker, "marker"),
     (Party::Nobody, "nobody"),
     (Party::Kvm, "kvm"),

@@ -8,7 +8,7 @@ mod common;
 
 use std::io::Write;
 
-use common::{Code, have_kvm, run, run_vm, run_with};
+use common::{Code, have_kvm, run, run_kernel, run_vm, run_with};
 use machine::{Accounting, Outcome};
 
 #[test]
@@ -63,7 +63,8 @@ fn every_way_to_end_has_its_outcome() {
         assert_eq!(report.outcome, outcome, "port {port:#x}");
     }
     let mut code = Code::new();
-    code.triple_fault();
+    // An invalid instruction, with an empty interrupt table.
+    code.bytes(&[0x0f, 0x0b]);
     let (report, _) = run(&code, |_| {});
     assert_eq!(report.outcome, Outcome::Reset);
 }
@@ -285,4 +286,53 @@ fn markers_and_places_are_in_the_ledger() {
     assert!(report.ledger.places.iter().all(|p| p.rip >= 0x20_0000 && p.rip < 0x20_1000), "the guest's own code");
     let (report, _) = run(&code, |_| {});
     assert!(report.ledger.places.is_empty() && !report.ledger.timeline.is_empty());
+}
+
+/// 32-bit code: fails unless EAX has the magic number, prints the command line, then the first three bytes of the first module.
+fn multiboot_guest() -> Code {
+    let mut code = Code::new();
+    // cmp eax, magic; je over the next two; mov al, 1; out 0xf4, al
+    code.bytes(&[0x3d]).bytes(&0x2bad_b002u32.to_le_bytes()).bytes(&[0x74, 4, 0xb0, 1, 0xe6, 0xf4]);
+    // mov dx, 0x3f8; mov esi, [ebx + 16]; L: lodsb; test al, al; jz out; out dx, al; jmp L
+    code.bytes(&[0x66, 0xba, 0xf8, 3, 0x8b, 0x73, 16, 0xac, 0x84, 0xc0, 0x74, 3, 0xee, 0xeb, 0xf8]);
+    // mov esi, [ebx + 24]; mov esi, [esi]; three times lodsb; out dx, al
+    code.bytes(&[0x8b, 0x73, 24, 0x8b, 0x36]).bytes(&[0xac, 0xee].repeat(3));
+    // mov eax, 0x25; out 0xf4, eax; hlt
+    code.bytes(&[0xb8, 0x25, 0, 0, 0, 0xe7, 0xf4, 0xf4]);
+    code
+}
+
+#[test]
+fn a_multiboot_kernel_starts_as_promised_and_ends_as_it_says() {
+    if !have_kvm() {
+        return;
+    }
+    let mut module = tempfile::NamedTempFile::new().unwrap();
+    module.write_all(b"abc").unwrap();
+    // Where kvm-unit-tests go, and where their real-mode test goes.
+    for at in [0x40_0000, 0x8000] {
+        let change = |vm: &mut spec::Vm| {
+            vm.debug_exit = Some(0xf4);
+            vm.initrd = Some(module.path().into());
+            vm.cmdline = Some("x=1 y".into());
+        };
+        let (report, output) = run_kernel(&multiboot_guest().multiboot(at), Accounting::On, change, |_| {});
+        assert_eq!(report.outcome, Outcome::Exit(0x4b));
+        let said = String::from_utf8(output).unwrap();
+        assert!(said.starts_with('/') && said.ends_with(" x=1 yabc"), "{said}");
+        let exits = &report.ledger.vcpus[0].exits;
+        let ends: u64 = exits.iter().filter(|e| e.device == "debug-exit").map(|e| e.count).sum();
+        assert_eq!(ends, 1, "{exits:?}");
+    }
+}
+
+#[test]
+fn without_the_flag_the_port_is_nobodys() {
+    if !have_kvm() {
+        return;
+    }
+    let mut code = Code::new();
+    code.out(0xf4, 1).power_off();
+    let (report, _) = run(&code, |_| {});
+    assert_eq!(report.outcome, Outcome::PowerOff);
 }

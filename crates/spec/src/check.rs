@@ -28,6 +28,9 @@ pub const MAX_PHYSICAL_BLOCK: u32 = 2 << 20;
 /// Fewest bytes a second: less would only hang a guest.
 pub const MIN_BPS: u64 = 1024;
 
+/// Ports of the debug exit.
+pub const DEBUG_EXIT_PORTS: u16 = 4;
+
 const PAGE: u64 = 4096;
 
 pub(crate) fn out_of_range(place: impl Into<String>, what: impl Into<String>, hint: impl Into<String>) -> SpecError {
@@ -48,6 +51,10 @@ impl Vm {
         }
         if let Some(cmdline) = &self.cmdline {
             check_cmdline(cmdline)?;
+        }
+        if self.debug_exit.is_some_and(|port| port > u16::MAX - (DEBUG_EXIT_PORTS - 1)) {
+            let what = format!("{DEBUG_EXIT_PORTS} ports don't fit from {:#x} on", self.debug_exit.unwrap_or_default());
+            return Err(out_of_range("debug-exit", what, "kvm-unit-tests use 0xf4"));
         }
         self.cpus.topology()?;
         crate::host_cpu::check(self)?;

@@ -19,8 +19,8 @@ mod text;
 mod vm;
 
 pub use check::{
-    DEFAULT_QUEUES, MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_LOGICAL_BLOCK, MAX_MEMORY, MAX_PHYSICAL_BLOCK, MAX_QUEUES,
-    MAX_SERIAL, MIN_BPS, MIN_MEMORY,
+    DEBUG_EXIT_PORTS, DEFAULT_QUEUES, MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_LOGICAL_BLOCK, MAX_MEMORY,
+    MAX_PHYSICAL_BLOCK, MAX_QUEUES, MAX_SERIAL, MIN_BPS, MIN_MEMORY,
 };
 pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
 pub use cpu_features::{CpuidBits, CpuidRegister, cpu_features, cpuid_bits};
@@ -29,6 +29,6 @@ pub use cpus::{Cpus, Topology};
 pub use error::SpecError;
 pub use host_cpu::{CpuPin, DisableExits, HostCpus, MAX_HALT_POLL};
 pub use net::{MAX_NETS, Mac, Net, NetKind};
-pub use parse::{FromText, Word, parse_on_off, parse_size, show_size};
+pub use parse::{FromText, Word, parse_on_off, parse_port, parse_size, show_size};
 pub use text::{Said, said, said_each};
 pub use vm::*;

@@ -161,6 +161,25 @@ pub fn parse_on_off(place: &str, text: &str) -> Result<bool, SpecError> {
     }
 }
 
+/// Reads an I/O port: a number, hexadecimal after `0x`.
+///
+/// # Errors
+/// [`SpecError::NotA`] at `place`.
+pub fn parse_port(place: &str, text: &str) -> Result<u16, SpecError> {
+    let number = match text.strip_prefix("0x") {
+        // `from_str_radix` takes a sign.
+        Some(digits) if digits.starts_with('+') => None,
+        Some(digits) => u16::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok().filter(|_| !text.starts_with('+')),
+    };
+    number.ok_or_else(|| SpecError::NotA {
+        place: place.to_owned(),
+        value: text.to_owned(),
+        want: "a port",
+        hint: "write a number below 65536, such as 0xf4".to_owned(),
+    })
+}
+
 /// Reads a size in bytes: a whole number, then nothing, or K, M, G or T (powers of 1024, either case, `iB` allowed).
 ///
 /// # Errors
@@ -369,6 +388,13 @@ impl FromText for Throttle {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ports_are_decimal_or_hexadecimal() {
+        for (text, port) in [("0xf4", 0xf4), ("244", 244), ("0", 0), ("0xFFFF", 0xffff)] {
+            assert_eq!(parse_port("p", text), Ok(port));
+        }
+    }
 
     fn fails<T: FromText + std::fmt::Debug>(text: &str) -> String {
         T::from_text(text).unwrap_err().to_string()

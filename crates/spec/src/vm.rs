@@ -14,7 +14,7 @@ use crate::{CpuModel, CpuPin, Cpus, DisableExits, Net};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Vm {
-    /// Linux kernel: bzImage or ELF.
+    /// Kernel: bzImage, ELF or multiboot 1.
     pub kernel: PathBuf,
     /// Initial RAM disk.
     #[serde(default)]
@@ -61,6 +61,9 @@ pub struct Vm {
     /// An entropy device fed from the host's `getrandom`.
     #[serde(default = "yes", deserialize_with = "on_off")]
     pub rng: bool,
+    /// First of four ports whose write ends the machine with the exit status that the guest asks for.
+    #[serde(default)]
+    pub debug_exit: Option<u16>,
     /// Where the ledger goes: `-` prints a table to standard error, a path gets JSON.
     #[serde(default)]
     pub ledger: Option<PathBuf>,
@@ -98,6 +101,7 @@ impl Vm {
             transport: Transport::default(),
             irqchip: Irqchip::default(),
             rng: yes(),
+            debug_exit: None,
             ledger: None,
             kvm: dev_kvm(),
         }

@@ -7,28 +7,45 @@ use std::process::ExitCode;
 
 /// Exit codes, part of the interface: scripts rely on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
 pub enum Exit {
     /// The guest powered itself off, or reset itself under `--on-reset exit`.
-    Clean = 0,
+    Clean,
     /// `tare doctor` found something that guests need and the host lacks.
-    NotReady = 1,
+    NotReady,
     /// Flags, the config or a file they name can't be used.
-    Usage = 2,
+    Usage,
     /// The host or the monitor failed.
-    Monitor = 3,
+    Monitor,
     /// The guest kept resetting itself.
-    ResetLoop = 4,
+    ResetLoop,
     /// The guest's kernel panicked.
-    Panic = 5,
+    Panic,
     /// The user ended the guest.
-    Killed = 6,
+    Killed,
     /// KVM can't run what the guest does. A triple fault is no such thing: it resets a machine.
-    GuestFault = 7,
+    GuestFault,
+    /// What the guest asked for through its debug exit, always odd.
+    Guest(u8),
 }
 
 impl Exit {
-    /// Every code with its line of `--help`.
+    /// The code.
+    #[must_use]
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Clean => 0,
+            Self::NotReady => 1,
+            Self::Usage => 2,
+            Self::Monitor => 3,
+            Self::ResetLoop => 4,
+            Self::Panic => 5,
+            Self::Killed => 6,
+            Self::GuestFault => 7,
+            Self::Guest(status) => status,
+        }
+    }
+
+    /// Every code of tare's own with its line of `--help`.
     pub const ALL: &'static [(Self, &'static str)] = &[
         (Self::Clean, "the guest powered itself off (or reset itself, with --on-reset exit)"),
         (Self::NotReady, "doctor: the host lacks something that guests need"),
@@ -43,7 +60,7 @@ impl Exit {
 
 impl From<Exit> for ExitCode {
     fn from(exit: Exit) -> Self {
-        Self::from(exit as u8)
+        Self::from(exit.code())
     }
 }
 
@@ -104,7 +121,7 @@ mod tests {
 
     #[test]
     fn codes_are_distinct_and_all_documented() {
-        let codes: Vec<u8> = Exit::ALL.iter().map(|(exit, _)| *exit as u8).collect();
+        let codes: Vec<u8> = Exit::ALL.iter().map(|(exit, _)| exit.code()).collect();
         assert_eq!(codes, [0, 1, 2, 3, 4, 5, 6, 7]);
     }
 

@@ -13,7 +13,7 @@ use lexopt::{Arg, Parser};
 use serde::Deserialize;
 use spec::{
     Console, CpuModel, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, Memory, Net, Said,
-    SpecError, Transport, Word, parse_on_off,
+    SpecError, Transport, Word, parse_on_off, parse_port,
 };
 
 use crate::exit::Failure;
@@ -56,6 +56,8 @@ pub struct Typed {
     pub kernel_decompress: Option<KernelDecompress>,
     /// `--on-reset`
     pub on_reset: Option<OnReset>,
+    /// `--debug-exit`
+    pub debug_exit: Option<u16>,
     /// `--ledger`
     pub ledger: Option<PathBuf>,
     /// `--pidfile`
@@ -131,7 +133,10 @@ const FLAGS: &[Flag] = &[
     Flag {
         name: "kernel",
         value: Some("FILE"),
-        help: &["Linux kernel to boot: bzImage (vmlinuz) or ELF (vmlinux)"],
+        help: &[
+            "kernel to boot: Linux bzImage (vmlinuz) or ELF (vmlinux), or a",
+            "multiboot 1 kernel, such as those of kvm-unit-tests",
+        ],
         set: |t, v| put(&mut t.kernel, "kernel", v.into()),
     },
     Flag {
@@ -281,6 +286,15 @@ const FLAGS: &[Flag] = &[
         value: Some("WHAT"),
         help: &["when the guest resets itself: restart or exit [restart]"],
         set: |t, v| put(&mut t.on_reset, "on-reset", word("on-reset", v)?),
+    },
+    Flag {
+        name: "debug-exit",
+        value: Some("PORT"),
+        help: &[
+            "a write of N there ends the machine with exit status 2N+1, as",
+            "QEMU's isa-debug-exit does; kvm-unit-tests need 0xf4 [none]",
+        ],
+        set: |t, v| put(&mut t.debug_exit, "debug-exit", parse_port("debug-exit", &utf8("debug-exit", v)?)?),
     },
     Flag {
         name: "ledger",
@@ -482,6 +496,7 @@ mod tests {
                 "rng" => "false",
                 "kernel-decompress" => "\"guest\"",
                 "on-reset" => "\"exit\"",
+                "debug-exit" => "0xf4",
                 _ => "\"x\"",
             };
             let read: Typed = toml::from_str(&format!("{key} = {value}")).unwrap();
@@ -524,6 +539,8 @@ mod tests {
             "monitor",
             "--on-reset",
             "exit",
+            "--debug-exit",
+            "0xf4",
             "--ledger",
             "-",
             "--pidfile",
@@ -549,6 +566,7 @@ mod tests {
             rng = false
             kernel-decompress = "monitor"
             on-reset = "exit"
+            debug-exit = 244
             ledger = "-"
             pidfile = "p"
             api = "s"
@@ -601,6 +619,12 @@ mod tests {
             says(&["--disable-exits", "x"]).starts_with("`x` is not an exit that can be left out: --disable-exits;")
         );
         assert!(says(&["vmlinuz"]).starts_with("`vmlinuz` belongs to no flag"));
+        for wrong in ["x", "0x", "-1", "+1", "0x+1", "65536", "0x10000"] {
+            assert_eq!(
+                says(&["--debug-exit", wrong]),
+                format!("`{wrong}` is not a port: --debug-exit; write a number below 65536, such as 0xf4")
+            );
+        }
         assert_eq!(
             says(&["--on-reset", "stop"]),
             "`stop` is not something a reset can do: --on-reset; use restart or exit"

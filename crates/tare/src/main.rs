@@ -129,8 +129,11 @@ fn run_help() -> String {
 }
 
 fn exit_help() -> String {
-    let codes = Exit::ALL.iter().map(|(exit, what)| format!("  {}  {what}\n", *exit as u8));
-    format!("exit codes:\n{}", codes.collect::<String>())
+    let codes = Exit::ALL.iter().map(|(exit, what)| format!("  {}  {what}\n", exit.code()));
+    format!(
+        "exit codes:\n{}with --debug-exit the guest's own: twice what it writes to the port, plus 1\n",
+        codes.collect::<String>()
+    )
 }
 
 /// A panic is a bug of ours. It still gives the terminal back, says one line and has its code.
@@ -141,5 +144,5 @@ fn die_of_panic(info: &std::panic::PanicHookInfo<'_>) {
     let what = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic");
     let place = info.location().map_or_else(|| "unknown place".to_owned(), ToString::to_string);
     complain(&format!("internal error, {what}: {place}; please report this line"));
-    std::process::exit(Exit::Monitor as i32);
+    std::process::exit(Exit::Monitor.code().into());
 }

@@ -61,6 +61,7 @@ impl Meant {
             transport: flags.transport.or(file.transport).unwrap_or(default.transport),
             irqchip: flags.irqchip.or(file.irqchip).unwrap_or(default.irqchip),
             rng: flags.rng.or(file.rng).unwrap_or(default.rng),
+            debug_exit: flags.debug_exit.or(file.debug_exit),
             ledger: flags.ledger.or(file.ledger),
             kvm: flags.kvm.or(file.kvm).unwrap_or(default.kvm),
             kernel: default.kernel,

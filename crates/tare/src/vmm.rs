@@ -107,6 +107,7 @@ fn end(outcome: Outcome) -> End {
         Outcome::Panic => {
             over(Exit::Panic, "the guest's kernel panicked: guest; its last lines on the console say why")
         }
+        Outcome::Exit(status) => End::Over(Exit::Guest(status), None),
         Outcome::Killed => {
             over(Exit::Killed, "the guest was ended from outside: Ctrl-A x or signals; it had no time to save")
         }
@@ -137,6 +138,7 @@ mod tests {
         assert_eq!(code(Outcome::PowerOff), Some(Exit::Clean));
         assert_eq!(code(Outcome::Reset), None);
         assert_eq!(code(Outcome::Panic), Some(Exit::Panic));
+        assert_eq!(code(Outcome::Exit(33)).map(Exit::code), Some(33));
         assert_eq!(code(Outcome::Killed), Some(Exit::Killed));
         assert_eq!(code(Outcome::GuestFault("x".into())), Some(Exit::GuestFault));
     }

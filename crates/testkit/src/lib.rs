@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest's side of things, played without a guest: a virtqueue driver, drivers for both faces of a device, and recording
-//! interrupts.
+//! interrupts; and tiny guests that do run.
 //!
 //! Used by tests and fuzz targets only. What it does wrong it does on purpose: raw access to rings and registers is offered
 //! beside the well-behaved calls.
 
+pub mod code;
 pub mod conformance;
 pub mod device_ops;
 pub mod driver;
@@ -14,6 +15,7 @@ pub mod ops;
 pub mod qcow2;
 pub mod sink;
 
+pub use code::Code;
 pub use device_ops::{blk_ops, console_ops, net_ops, rng_ops};
 pub use driver::{Buf, GuestQueue};
 pub use faces::{MmioFace, PciFace};

@@ -2,9 +2,11 @@
 //! The few PC devices a Linux guest still expects at fixed ports.
 
 mod acpi;
+mod debug_exit;
 mod serial;
 
 pub use acpi::AcpiPorts;
+pub use debug_exit::DebugExit;
 pub use serial::{Coalesced, SerialPort};
 
 /// What a port write asks of the machine.
@@ -18,6 +20,8 @@ pub enum Ask {
     Reset,
     /// Note that the guest's kernel panicked.
     Panic,
+    /// End the machine with this exit status.
+    Exit(u8),
     /// Note a marker of the guest: its port and value.
     Mark(u16, u8),
 }

@@ -162,6 +162,7 @@ fn step<const COUNT: bool>(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counter
         Ask::PowerOff => dispatch.control().finish(Outcome::PowerOff),
         Ask::Reset => dispatch.control().finish(Outcome::Reset),
         Ask::Panic => dispatch.control().finish(Outcome::Panic),
+        Ask::Exit(status) => dispatch.control().finish(Outcome::Exit(status)),
         Ask::Mark(BOOT_PORT, value) => dispatch.timeline().boot_port(value),
         Ask::Mark(_, value) => dispatch.timeline().debug_port(value),
     }

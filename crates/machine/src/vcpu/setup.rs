@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The first register values of a vCPU: long mode for Linux's 64-bit entry, flat 32-bit protected mode for PVH.
+//! The first register values of a vCPU: long mode for Linux's 64-bit entry, flat 32-bit protected mode for PVH and multiboot.
 //!
 //! Called by `build` for vCPU 0; the others wait for the guest's start-up IPI. The tables these registers point to are
 //! written by `boot`. Follows Documentation/arch/x86/boot.rst ("64-bit Boot Protocol") and the PVH entry ABI.
 
-use boot::{Entry, LongMode};
+use base::Gpa;
+use boot::{Entry, MULTIBOOT_MAGIC};
 use kvm::{CpuidEntry, KvmError, MsrEntry, Regs, Segment, Vcpu};
 
 const CR0_PE: u64 = 1;
@@ -30,12 +31,19 @@ const MTRR_ENABLE_WRITE_BACK: u64 = 1 << 11 | 6;
 pub fn boot_vcpu(vcpu: &Vcpu, entry: &Entry) -> Result<(), KvmError> {
     match *entry {
         Entry::Linux64 { rip, rsi, tables } => {
-            set_segments(vcpu, &tables, true)?;
+            let gdt = (tables.gdt, tables.gdt_limit);
+            set_segments(vcpu, &Segments { code: 0x10, data: 0x18, task: 0x20, gdt, long: Some(tables.cr3) })?;
             vcpu.set_regs(&Regs { rip: rip.0, rsi: rsi.0, rflags: RFLAGS, ..Default::default() })
         }
         Entry::Pvh { rip, rbx, tables } => {
-            set_segments(vcpu, &tables, false)?;
+            let gdt = (tables.gdt, tables.gdt_limit);
+            set_segments(vcpu, &Segments { code: 0x28, data: 0x18, task: 0x20, gdt, long: None })?;
             vcpu.set_regs(&Regs { rip: rip.0, rbx: rbx.0, rflags: RFLAGS, ..Default::default() })
+        }
+        Entry::Multiboot { rip, rbx, gdt, gdt_limit } => {
+            set_segments(vcpu, &Segments { code: 8, data: 0x10, task: 0, gdt: (gdt, gdt_limit), long: None })?;
+            let rax = u64::from(MULTIBOOT_MAGIC);
+            vcpu.set_regs(&Regs { rip: rip.0, rax, rbx: rbx.0, rflags: RFLAGS, ..Default::default() })
         }
     }
 }
@@ -62,12 +70,23 @@ pub fn extended_state(vcpu: &Vcpu, table: &[CpuidEntry]) -> Result<(), KvmError>
     }
 }
 
-fn set_segments(vcpu: &Vcpu, tables: &LongMode, long: bool) -> Result<(), KvmError> {
+/// The segments of a boot CPU: selectors, the table behind them and its limit, and the page tables where it starts in long
+/// mode.
+struct Segments {
+    code: u16,
+    data: u16,
+    task: u16,
+    gdt: (Gpa, u16),
+    long: Option<Gpa>,
+}
+
+fn set_segments(vcpu: &Vcpu, segments: &Segments) -> Result<(), KvmError> {
     let mut sregs = vcpu.sregs()?;
+    let long = segments.long.is_some();
     let code = Segment {
         base: 0,
         limit: 0xffff_ffff,
-        selector: if long { 0x10 } else { 0x28 },
+        selector: segments.code,
         type_: 0xb,
         present: 1,
         s: 1,
@@ -76,16 +95,16 @@ fn set_segments(vcpu: &Vcpu, tables: &LongMode, long: bool) -> Result<(), KvmErr
         db: u8::from(!long),
         ..Default::default()
     };
-    let data = Segment { selector: 0x18, type_: 3, l: 0, db: 1, ..code };
+    let data = Segment { selector: segments.data, type_: 3, l: 0, db: 1, ..code };
     sregs.cs = code;
     (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
-    sregs.tr = Segment { selector: 0x20, limit: 0x67, type_: 0xb, present: 1, ..Default::default() };
-    (sregs.gdt.base, sregs.gdt.limit) = (tables.gdt.0, tables.gdt_limit);
+    sregs.tr = Segment { selector: segments.task, limit: 0x67, type_: 0xb, present: 1, ..Default::default() };
+    (sregs.gdt.base, sregs.gdt.limit) = (segments.gdt.0.0, segments.gdt.1);
     (sregs.idt.base, sregs.idt.limit) = (0, 0);
     sregs.cr0 = CR0_PE | CR0_ET;
-    if long {
+    if let Some(cr3) = segments.long {
         sregs.cr0 |= CR0_PG;
-        sregs.cr3 = tables.cr3.0;
+        sregs.cr3 = cr3.0;
         sregs.cr4 |= CR4_PAE;
         sregs.efer |= EFER_LME | EFER_LMA;
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tiny guests: a few bytes of 64-bit code in an ELF file, run by `machine` with their serial output caught in a pipe.
+//! Tiny guests (`testkit::Code`) run by `machine`, with their serial output caught in a pipe.
 //!
 //! Used by the tests beside this folder and by the exit-cost benchmark.
 #![allow(dead_code, clippy::unwrap_used)]
@@ -13,57 +13,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use machine::{Accounting, ConsoleIo, Report};
+pub use testkit::Code;
 
 /// Where the code runs: 2 MiB.
 const ENTRY: u64 = 0x20_0000;
-
-/// Machine code.
-pub struct Code(Vec<u8>);
-
-impl Code {
-    pub fn new() -> Self {
-        Self(Vec::new())
-    }
-
-    pub fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
-        self.0.extend_from_slice(bytes);
-        self
-    }
-
-    /// mov dx, port; mov al, value; out dx, al
-    pub fn out(&mut self, port: u16, value: u8) -> &mut Self {
-        let [low, high] = port.to_le_bytes();
-        self.bytes(&[0x66, 0xba, low, high, 0xb0, value, 0xee])
-    }
-
-    /// mov ecx, count; L: out 0x80, al; dec ecx; jnz L
-    pub fn out_loop(&mut self, count: u32) -> &mut Self {
-        self.bytes(&[0xb9]).bytes(&count.to_le_bytes()).bytes(&[0xe6, 0x80, 0xff, 0xc9, 0x75, 0xfa])
-    }
-
-    /// An invalid instruction with an empty interrupt table.
-    pub fn triple_fault(&mut self) -> &mut Self {
-        self.bytes(&[0x0f, 0x0b])
-    }
-
-    /// An ELF64 executable with this code as its one segment.
-    pub fn elf(&self) -> Vec<u8> {
-        let mut out = vec![0x7f, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-        out.extend_from_slice(&[2, 0, 62, 0, 1, 0, 0, 0]);
-        for word in [ENTRY, 64, 0] {
-            out.extend_from_slice(&word.to_le_bytes());
-        }
-        out.extend_from_slice(&[0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 64, 0, 0, 0, 0, 0]);
-        out.extend_from_slice(&[1, 0, 0, 0, 5, 0, 0, 0]);
-        let len = self.0.len() as u64;
-        for word in [0x1000, ENTRY, ENTRY, len, len, 0x1000] {
-            out.extend_from_slice(&word.to_le_bytes());
-        }
-        out.resize(0x1000, 0);
-        out.extend_from_slice(&self.0);
-        out
-    }
-}
 
 /// Whether tiny guests can run here; says so if not.
 pub fn have_kvm() -> bool {
@@ -123,8 +76,18 @@ pub fn run_vm(
     change: impl FnOnce(&mut spec::Vm),
     meanwhile: impl FnOnce(&mut Started<'_>),
 ) -> (Report, Vec<u8>) {
+    run_kernel(&code.elf(ENTRY), accounting, change, meanwhile)
+}
+
+/// [`run_vm`] of a kernel file.
+pub fn run_kernel(
+    file: &[u8],
+    accounting: Accounting,
+    change: impl FnOnce(&mut spec::Vm),
+    meanwhile: impl FnOnce(&mut Started<'_>),
+) -> (Report, Vec<u8>) {
     let mut kernel = tempfile::NamedTempFile::new().unwrap();
-    kernel.write_all(&code.elf()).unwrap();
+    kernel.write_all(file).unwrap();
     let mut vm = spec::Vm::new(kernel.path());
     vm.console = spec::Console::Serial;
     vm.memory.size = 64 << 20;

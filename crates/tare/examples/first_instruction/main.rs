@@ -13,10 +13,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use testkit::Code;
+
 /// Where the code runs: 2 MiB.
 const ENTRY: u64 = 0x20_0000;
-/// mov dx, 0x3f8; mov al, '\n'; out dx, al; mov dx, 0x600; mov al, 0x34; out dx, al; hlt
-const CODE: [u8; 15] = [0x66, 0xba, 0xf8, 0x03, 0xb0, b'\n', 0xee, 0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee, 0xf4];
 const PAIRS: usize = 100;
 const PROMISED: f64 = 1.3;
 
@@ -29,8 +29,10 @@ fn main() {
     let dir = std::env::temp_dir().join(format!("tare-first-instruction-{}", std::process::id()));
     fs::create_dir_all(&dir).unwrap();
     let (raw, elf) = (dir.join("guest.bin"), dir.join("guest.elf"));
-    fs::write(&raw, CODE).unwrap();
-    fs::write(&elf, elf_of(&CODE)).unwrap();
+    let mut code = Code::new();
+    code.say("\n").power_off().halt();
+    fs::write(&raw, code.as_bytes()).unwrap();
+    fs::write(&elf, code.elf(ENTRY)).unwrap();
     let smallest = compile(&dir);
     let beside = std::env::current_exe().unwrap();
     let tare = beside.parent().and_then(Path::parent).unwrap().join("tare");
@@ -76,22 +78,4 @@ fn compile(dir: &Path) -> PathBuf {
 fn median(samples: &mut [f64]) -> f64 {
     samples.sort_by(f64::total_cmp);
     samples[samples.len() / 2]
-}
-
-/// An ELF64 executable with `code` as its one segment.
-fn elf_of(code: &[u8]) -> Vec<u8> {
-    let mut out = vec![0x7f, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-    out.extend_from_slice(&[2, 0, 62, 0, 1, 0, 0, 0]);
-    for word in [ENTRY, 64, 0] {
-        out.extend_from_slice(&word.to_le_bytes());
-    }
-    out.extend_from_slice(&[0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 64, 0, 0, 0, 0, 0]);
-    out.extend_from_slice(&[1, 0, 0, 0, 5, 0, 0, 0]);
-    let len = code.len() as u64;
-    for word in [0x1000, ENTRY, ENTRY, len, len, 0x1000] {
-        out.extend_from_slice(&word.to_le_bytes());
-    }
-    out.resize(0x1000, 0);
-    out.extend_from_slice(code);
-    out
 }

@@ -7,17 +7,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use testkit::Code;
+
 /// The built binary.
 pub const TARE: &str = env!("CARGO_BIN_EXE_tare");
-
-/// `out dx, al` with these.
-fn out(port: u16, value: u8) -> Vec<u8> {
-    let [low, high] = port.to_le_bytes();
-    vec![0x66, 0xba, low, high, 0xb0, value, 0xee]
-}
-
-/// `hlt` for ever.
-const HALT: &[u8] = &[0xf4, 0xeb, 0xfd];
 
 /// What a tiny guest does.
 pub enum Guest<'a> {
@@ -36,37 +29,20 @@ pub enum Guest<'a> {
 }
 
 impl Guest<'_> {
-    fn code(&self) -> Vec<u8> {
-        let say = |text: &str| text.bytes().flat_map(|byte| out(0x3f8, byte)).collect::<Vec<u8>>();
-        match self {
-            Self::Say(text) => [say(text), out(0x600, 5 << 2 | 1 << 5), HALT.to_vec()].concat(),
-            Self::Reset => [out(0x64, 0xfe), HALT.to_vec()].concat(),
-            Self::Panic => [out(0x505, 1), HALT.to_vec()].concat(),
-            // lidt [rip+2] (over the ud2, onto zeros: an empty table); ud2
-            Self::TripleFault => [&[0x0f, 0x01, 0x1d, 2, 0, 0, 0, 0x0f, 0x0b][..], &[0; 16]].concat(),
-            // mov eax, 128 MiB; jmp rax: mapped by the boot page tables, past the 64 MiB of the test machines
-            Self::Stray => vec![0xb8, 0, 0, 0, 8, 0xff, 0xe0],
-            Self::Hang(text) => [say(text), HALT.to_vec()].concat(),
-        }
-    }
-
     /// The guest as an ELF kernel: one segment at 16 MiB, entered at its start.
     pub fn elf(&self) -> Vec<u8> {
-        const AT: u64 = 16 << 20;
-        const HEADERS: u64 = 64 + 56;
-        let code = self.code();
-        let mut elf = Vec::new();
-        elf.extend(b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
-        elf.extend([2u16, 62].map(u16::to_le_bytes).concat()); // executable, x86_64
-        elf.extend(1u32.to_le_bytes());
-        elf.extend([AT, 64, 0].map(u64::to_le_bytes).concat()); // entry, program headers, no sections
-        elf.extend(0u32.to_le_bytes());
-        elf.extend([64u16, 56, 1, 0, 0, 0].map(u16::to_le_bytes).concat());
-        elf.extend([1u32, 5].map(u32::to_le_bytes).concat()); // PT_LOAD, read and execute
-        let length = code.len() as u64;
-        elf.extend([HEADERS, AT, AT, length, length, 4096].map(u64::to_le_bytes).concat());
-        elf.extend(code);
-        elf
+        let mut code = Code::new();
+        match self {
+            Self::Say(text) => code.say(text).power_off().halt(),
+            Self::Reset => code.out(0x64, 0xfe).halt(),
+            Self::Panic => code.out(0x505, 1).halt(),
+            // lidt [rip+2] (over the ud2, onto zeros: an empty table); ud2
+            Self::TripleFault => code.bytes(&[0x0f, 0x01, 0x1d, 2, 0, 0, 0, 0x0f, 0x0b]).bytes(&[0; 16]),
+            // mov eax, 128 MiB; jmp rax: mapped by the boot page tables, past the 64 MiB of the test machines
+            Self::Stray => code.bytes(&[0xb8, 0, 0, 0, 8, 0xff, 0xe0]),
+            Self::Hang(text) => code.say(text).halt(),
+        };
+        code.elf(16 << 20)
     }
 
     /// Writes the kernel into `dir`.
