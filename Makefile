@@ -12,7 +12,7 @@ FUZZ_SECONDS ?= 60
 # Further options of `make bench-block`, for instance BENCH_BLOCK="--pairs 9 --only 'nbd raw'", or BENCH_BLOCK=--quick.
 BENCH_BLOCK ?=
 
-.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-block build deps clean-cache
+.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-footprint bench-block build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,10 @@ bench-exit: deps build ## what the ledger costs: the same exits with accounting 
 bench-start: build ## from exec to the guest's first instruction: tare beside the smallest C program, and the ratio
 	cargo build --release --locked -p tare --example first_instruction
 	target/release/examples/first_instruction
+
+bench-footprint: build ## memory beside the guest's: small and large guests, the tenth machine; the promised bounds as ratios
+	cargo build --release --locked -p tare --example footprint
+	target/release/examples/footprint
 
 bench-block: build ## the disk engine beside QEMU's, natively: ratios as a table, and target/bench-block.json
 	@scripts/install-deps bench
