@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Gives back memory that only start-up needed: a process that runs for long with little to do should not be charged for
-//! the code of its flags, its checks and its libraries' initialisation.
+//! the code of its flags, its checks and its libraries' initialisation, nor for the constants and tables that these read.
 //!
 //! Called by `machine` once, on the main thread, when the guest has started.
 
-/// Gives free memory of the heap back, and unmaps the pages of all code in this process, its libraries' included. Those stay in the host's page cache and come back,
-/// a few at a time, where the process runs on; they were never written, so nothing is lost.
+/// Gives free memory of the heap back, and unmaps the pages of all code and constants in this process, its libraries' included.
+/// Those stay in the host's page cache and come back, a few at a time, where the process runs on; they were never written, so
+/// nothing is lost. Constants with addresses in them, which the loader wrote, are data and stay.
 pub fn forget_code() {
     /// One object: the program or a library.
     unsafe extern "C" fn object(info: *mut libc::dl_phdr_info, _: libc::size_t, _: *mut libc::c_void) -> libc::c_int {
@@ -18,8 +19,7 @@ pub fn forget_code() {
             (info.dlpi_addr, headers)
         };
         for header in headers {
-            let code = header.p_type == libc::PT_LOAD && header.p_flags & (libc::PF_X | libc::PF_W) == libc::PF_X;
-            if !code {
+            if header.p_type != libc::PT_LOAD || header.p_flags & libc::PF_W != 0 {
                 continue;
             }
             let start = (base + header.p_vaddr).next_multiple_of(PAGE);
@@ -47,14 +47,14 @@ const PAGE: u64 = 4096;
 mod tests {
     use super::*;
 
-    /// KiB of code in this process that is in memory.
+    /// KiB of code and constants in this process that are in memory.
     fn resident() -> u64 {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let (mut code, mut sum) = (false, 0);
         for line in smaps.lines() {
             let mut words = line.split_ascii_whitespace();
             match (words.next().unwrap_or_default(), words.next().unwrap_or_default()) {
-                (range, mode) if range.contains('-') && mode.len() == 4 => code = mode == "r-xp",
+                (range, mode) if range.contains('-') && mode.len() == 4 => code = matches!(mode, "r-xp" | "r--p"),
                 ("Rss:", kib) if code => sum += kib.parse::<u64>().unwrap(),
                 _ => {}
             }
@@ -69,6 +69,6 @@ mod tests {
         forget_code();
         let again: Vec<String> = (0..100).map(|n| format!("{:>8.3}", f64::from(n) / 7.0)).collect();
         assert_eq!(text, again);
-        println!("code in memory: {before} KiB before, {} after", resident());
+        println!("code and constants in memory: {before} KiB before, {} after", resident());
     }
 }

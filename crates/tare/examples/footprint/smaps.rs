@@ -13,7 +13,7 @@ pub struct Weight {
     pub rss: u64,
     /// The same, shared pages divided among their users.
     pub pss: u64,
-    /// Written to, by this process alone: what each further one costs.
+    /// Written to, so no longer a file's: what each further process costs.
     pub written: u64,
 }
 
@@ -45,7 +45,7 @@ pub fn parts(smaps: &str) -> Vec<(String, Weight)> {
                 match field {
                     "Rss:" => weight.rss += kib,
                     "Pss:" => weight.pss += kib,
-                    "Private_Dirty:" => weight.written += kib,
+                    "Anonymous:" => weight.written += kib,
                     _ => {}
                 }
             }
