@@ -164,7 +164,7 @@ pub struct ExitRow {
 }
 
 /// What one vCPU did.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct VcpuLedger {
     /// Its number.
     pub id: u8,
@@ -237,7 +237,7 @@ pub struct MemoryLedger {
 }
 
 /// One run's account.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Ledger {
     /// Layout of this document.
     pub version: u32,
@@ -445,6 +445,23 @@ mod tests {
         let stat = format!("12 (vcpu) 0) {}", fields.join(" "));
         assert_eq!(guest_time_ns(&stat, 100), 2_500_000_000);
         assert_eq!(guest_time_ns("", 100), 0);
+    }
+
+    #[test]
+    fn what_idle_vcpus_cost_is_told() {
+        let kvm = [("halt_poll_success_ns", 1_500_000), ("halt_poll_fail_ns", 500_000)].map(|(n, v)| (n.to_owned(), v));
+        let v = VcpuLedger { guest_ns: 3_000_000, kvm_ns: 1_000_000, kvm: kvm.into(), ..VcpuLedger::default() };
+        let ledger = Ledger {
+            wall_ns: 10_000_000,
+            vcpus: vec![v.clone(), v],
+            disabled_exits: vec!["hlt", "pause"],
+            ..Ledger::default()
+        };
+        let text = ledger.to_string();
+        assert!(text.contains("\nhalt polling: 4.0 ms of the host's CPU time, 1.0 of them in vain\n"), "{text}");
+        assert!(text.contains("\nno exits on hlt: vCPUs held host CPUs for 8.0 of 20.0 ms, idle or not\n"), "{text}");
+        let text = Ledger::default().to_string();
+        assert!(!text.contains("halt polling") && !text.contains("no exits on hlt"), "{text}");
     }
 
     #[test]

@@ -204,7 +204,7 @@ pub(crate) fn check(vm: &Vm) -> Result<(), SpecError> {
 }
 
 impl Vm {
-    /// What the user's choices cost a host with `cpus` CPUs: one line for each choice, `choice: cost`.
+    /// What the user's choices cost a host on which the monitor may use `cpus` CPUs: one line for each choice, `choice: cost`.
     #[must_use]
     pub fn costs(&self, cpus: usize) -> Vec<String> {
         let mut lines = Vec::new();
@@ -223,7 +223,7 @@ impl Vm {
             let cost = match word {
                 "hlt" => format!(
                     "a vCPU that halts keeps its host CPU, which then does nothing else and looks fully used; {count} \
-                     vCPUs hold up to {} of the host's {cpus} CPUs{}",
+                     vCPUs hold up to {} of the {cpus} CPUs that tare may use{}",
                     usize::from(count).min(cpus),
                     if usize::from(count) > cpus { ", and idle ones take time from busy ones" } else { "" }
                 ),
@@ -334,11 +334,9 @@ mod tests {
         };
         let lines = vm.costs(2);
         assert_eq!(lines.len(), 4);
-        assert!(
-            lines[0].starts_with("disable-exits hlt: ") && lines[0].contains("3 vCPUs hold up to 2 of the host's 2")
-        );
+        assert!(lines[0].starts_with("disable-exits hlt: ") && lines[0].contains("3 vCPUs hold up to 2 of the 2 CPUs"));
         assert!(lines[0].ends_with("take time from busy ones"), "{lines:?}");
-        assert!(vm.costs(8)[0].ends_with("3 vCPUs hold up to 3 of the host's 8 CPUs"));
+        assert!(vm.costs(8)[0].ends_with("3 vCPUs hold up to 3 of the 8 CPUs that tare may use"));
         let polls = |ns| Vm { halt_poll: Some(ns), ..Vm::new("k") }.costs(2);
         assert!(polls(50_000)[0].contains("for up to 50000 ns"));
         assert!(polls(0)[0].contains("at once"));

@@ -64,7 +64,7 @@ echo "== 16 vCPUs"
 guest "$ROOT_RO;echo cpus \$(nproc);chroot /mnt lscpu;$OFF" --cpus 16,sockets=2 --disk path=/lab/root.ext4,readonly=on
 echo "== 12 vCPUs"
 guest "$ROOT_RO;chroot /mnt lscpu;cat /sys/devices/system/cpu/cpu11/topology/core_cpus_list;$OFF" \
-    --cpus 12,sockets=2,cores=3,threads=2 --cpu host,-avx,-rdrand --cpu-pin 0:0-1,11:1 --halt-poll 20000 --disk path=/lab/root.ext4,readonly=on
+    --cpus 12,sockets=2,cores=3,threads=2 --cpu host,-avx,-rdrand --cpu-pin 0:0,11:0 --halt-poll 20000 --disk path=/lab/root.ext4,readonly=on
 "#,
         &[],
     );

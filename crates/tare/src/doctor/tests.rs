@@ -51,6 +51,14 @@ fn no_kvm_is_one_finding_with_what_to_do() {
 }
 
 #[test]
+fn cpu_features_are_a_list_for_people_and_programs() {
+    let found = virt::cpu_features_of(&["sse2", "avx2"]);
+    assert_eq!((found.state, found.key), (State::Ok, "kvm.cpu_features"));
+    assert_eq!(found.said, "2 for --cpu: sse2 avx2");
+    assert_eq!(found.value, serde_json::json!(["sse2", "avx2"]));
+}
+
+#[test]
 fn capabilities_have_costs() {
     assert_eq!(virt::capability_of("irqfd", 1).state, State::Ok);
     assert_eq!(virt::capability_of("irqfd", 0).state, State::Missing);

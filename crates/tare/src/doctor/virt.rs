@@ -204,6 +204,11 @@ pub(super) fn hardware_of(timed: Result<probe::RingZero, KvmError>) -> Finding {
 }
 
 #[cfg(test)]
+pub(super) fn cpu_features_of(names: &[&'static str]) -> Finding {
+    cpu_features(Ok(names.to_vec()))
+}
+
+#[cfg(test)]
 pub(super) fn capability_of(name: &'static str, value: i32) -> Finding {
     capability(&Capability { name, value })
 }
