@@ -81,6 +81,9 @@ pub enum Outcome {
     LeaveToGuest(&'static str),
 }
 
+/// What comes of [`Format::Other`].
+const OTHER: Outcome = Outcome::LeaveToGuest("tare does not unpack this compression");
+
 /// Unpacks the payload of `kernel` to `to`. RAM there must be `init_size` bytes long and zero.
 ///
 /// # Errors
@@ -92,6 +95,10 @@ pub fn unpack(ram: &GuestRam, kernel: &Source<'_>, bz: &BzImage, to: Placement) 
     }
     kernel.read(bz.payload, &mut magic, "payload")?;
     let format = Format::of(&magic);
+    if matches!(format, Format::Other(_)) {
+        // Nothing else in the payload is looked at: what its last bytes mean only its own unpacker knows.
+        return Ok(OTHER);
+    }
     let end = bz.payload + bz.payload_len - 4;
     let mut size = [0; 4];
     kernel.read(end, &mut size, "payload size")?;
@@ -105,7 +112,7 @@ pub fn unpack(ram: &GuestRam, kernel: &Source<'_>, bz: &BzImage, to: Placement) 
         Format::Lz4 => lz4::decode(input, &mut |bytes| image.push(bytes))?,
         Format::Gzip => stream::gzip(input, &mut |bytes| image.push(bytes))?,
         Format::Zstd => stream::zstd(kernel, bz.payload, &mut |bytes| image.push(bytes))?,
-        Format::Other(_) => return Ok(Outcome::LeaveToGuest("tare does not unpack this compression")),
+        Format::Other(_) => return Ok(OTHER),
     }
     image.finish()
 }
@@ -118,6 +125,7 @@ pub(crate) mod tests {
     pub(crate) use super::lz4::tests::Dice;
     use super::*;
     use crate::zero_page::bare_header;
+    use crate::{Decompress, Entry, Guest};
     use vm_memory::ByteValued;
 
     const PREF: u64 = 0x100_0000;
@@ -210,6 +218,34 @@ pub(crate) mod tests {
             plain.read_bytes(Gpa(PREF), &mut want).unwrap();
             ram.read_bytes(Gpa(PREF), &mut got).unwrap();
             assert!(want == got);
+        }
+    }
+
+    /// Kernels of all other compressions start by unpacking themselves, whatever their payload ends with.
+    #[test]
+    fn other_compressions_are_the_guests_own() {
+        let others: [(&[u8], &str); 6] = [
+            (b"\xfd7zXZ\0", "xz"),
+            (&[0x5d, 0, 0, 0x80, 0, 0xff], "lzma"),
+            (b"BZh91A", "bzip2"),
+            (b"\x89LZO\0\r", "lzo"),
+            (b"\x7fELF\x02\x01", "no compression"),
+            (b"others", "unknown compression"),
+        ];
+        let platform = crate::platform::tests::platform();
+        for (magic, name) in others {
+            let file = bzimage_of(&[], [magic, &[0xff; 30]].concat());
+            for decompress in [Decompress::Guest, Decompress::Monitor] {
+                let ram = GuestRam::anonymous(&[(Gpa(0), 64 << 20)]).unwrap();
+                let kernel = Source::memory("kernel", Path::new("k"), &file);
+                let guest = Guest { kernel, initrd: None, cmdline: "", args: "", decompress, seed: Some(1) };
+                let loaded = crate::load(&ram, &guest, &platform).unwrap();
+                assert!(loaded.how.starts_with(&format!("bzImage, {name}, unpacked by the guest (")), "{}", loaded.how);
+                assert!(matches!(loaded.entry, Entry::Linux64 { rip: Gpa(at), .. } if at == PREF + 0x200));
+                let mut code = vec![0; file.len() - 1024];
+                ram.read_bytes(Gpa(PREF), &mut code).unwrap();
+                assert!(code == file[1024..], "{name}: the whole image is where it unpacks itself from");
+            }
         }
     }
 
