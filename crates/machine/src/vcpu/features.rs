@@ -116,7 +116,8 @@ impl Given {
     /// Takes the state components of features that are gone out of leaf 0xd, and their room out of its sizes.
     fn drop_state(&mut self, gone: &[&str]) {
         let mut state: u64 = COMPONENTS.iter().filter(|(name, _)| gone.contains(name)).map(|(_, bits)| bits).sum();
-        if !self.has("user_shstk") && !self.has("ibt") && (gone.contains(&"user_shstk") || gone.contains(&"ibt")) {
+        let one_gone = gone.contains(&"user_shstk") || gone.contains(&"ibt");
+        if one_gone && !self.has("user_shstk") && !self.has("ibt") {
             state |= CET;
         }
         if state == 0 {
