@@ -289,18 +289,18 @@ mod tests {
         let (bundles, subjects) = (scenario::suite("all", 0.1).unwrap(), parse_list(&["native,qemu,tare"]).unwrap());
         let plan = plan(&bundles, &subjects);
         let tasks = plan.tasks();
-        assert_eq!(tasks.len(), 3 * (3 + 3 + 2 + 2));
-        for (round, chunk) in tasks.chunks(10).enumerate() {
+        assert_eq!(tasks.len(), 3 * (3 + 3 + 2 + 2 + 2));
+        for (round, chunk) in tasks.chunks(12).enumerate() {
             assert!(chunk.iter().all(|task| task.round as usize == round));
             let mut pairs: Vec<_> = chunk.iter().map(|task| (task.bundle, task.subject)).collect();
             pairs.sort_unstable();
             pairs.dedup();
-            assert_eq!(pairs.len(), 10);
+            assert_eq!(pairs.len(), 12);
         }
         assert_eq!(tasks, plan.tasks(), "the same seed gives the same order");
         assert_ne!(tasks, Plan { seed: 8, ..plan }.tasks());
         let order = |chunk: &[Task]| chunk.iter().map(|task| (task.bundle, task.subject)).collect::<Vec<_>>();
-        assert_ne!(order(&tasks[..10]), order(&tasks[10..20]), "rounds are shuffled anew");
+        assert_ne!(order(&tasks[..12]), order(&tasks[12..24]), "rounds are shuffled anew");
     }
 
     #[test]
@@ -308,13 +308,13 @@ mod tests {
         let (bundles, subjects) = (scenario::suite("boot", 1.0).unwrap(), parse_list(&["qemu,tare"]).unwrap());
         let place = Mock::new(|_, _| Ok(BOOT.to_owned()));
         let ledger = plan(&bundles, &subjects).run(&place, &|_| {}).unwrap();
-        assert_eq!(ledger.taken.len(), 12);
+        assert_eq!(ledger.taken.len(), 18);
         assert!(ledger.failures.is_empty());
         assert!(ledger.taken.is_sorted_by_key(|taken| (taken.task.bundle, taken.task.subject, taken.task.round)));
         assert_eq!(ledger.taken[0].figures[0].1.value, 2.0);
         assert_eq!(ledger.taken[0].exits[0].1.total, 4000);
         let asked = place.asked.lock().unwrap();
-        assert_eq!(asked.iter().filter(|script| script.contains("'/bin/tare' 'run'")).count(), 6);
+        assert_eq!(asked.iter().filter(|script| script.contains("'/bin/tare' 'run'")).count(), 9);
         assert!(asked.iter().all(|script| (script.contains("/initrd'") || script.contains("'/ci'")) && !script.contains("root.raw")));
     }
 
@@ -323,7 +323,7 @@ mod tests {
         let (bundles, subjects) = (scenario::suite("boot", 1.0).unwrap(), parse_list(&["qemu"]).unwrap());
         let place = Mock::new(|call, _| if call == 0 { bail!("the clone died") } else { Ok(BOOT.to_owned()) });
         let ledger = plan(&bundles, &subjects).run(&place, &|_| {}).unwrap();
-        assert_eq!((ledger.taken.len(), ledger.failures.len()), (6, 1));
+        assert_eq!((ledger.taken.len(), ledger.failures.len()), (9, 1));
         assert_eq!(ledger.failures[0].error, "the clone died");
         assert!(ledger.taken.iter().any(|taken| taken.task.tries == 1));
     }
@@ -343,9 +343,9 @@ mod tests {
                 }
             })
             .unwrap();
-        assert_eq!(ledger.taken.len(), 6, "the other subject's samples are all there");
-        assert_eq!(ledger.failures.len(), 6 * TRIES as usize);
-        assert_eq!(*retried.lock().unwrap(), 6 * (TRIES - 1));
+        assert_eq!(ledger.taken.len(), 9, "the other subject's samples are all there");
+        assert_eq!(ledger.failures.len(), 9 * TRIES as usize);
+        assert_eq!(*retried.lock().unwrap(), 9 * (TRIES - 1));
     }
 
     #[test]
@@ -355,7 +355,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let plan = Plan { budget: Some(Duration::ZERO), keep: Some(dir.path()), ..plan(&bundles, &subjects) };
         let ledger = plan.run(&place, &|_| {}).unwrap();
-        assert_eq!((ledger.taken.len(), ledger.left_out), (4, 8));
+        assert_eq!((ledger.taken.len(), ledger.left_out), (6, 12));
         assert!(ledger.taken.iter().all(|taken| taken.task.round == 0));
         assert_eq!(std::fs::read_to_string(dir.path().join("boot-quiet-tare-0-0.txt")).unwrap(), BOOT);
     }

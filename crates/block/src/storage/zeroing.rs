@@ -87,9 +87,13 @@ impl Zeroing {
         let answer = Arc::new(AtomicU64::new(UNKNOWN));
         answers.insert((device, *direct), Arc::clone(&answer));
         drop(answers);
-        let (file, direct, told) = (Arc::clone(file), *direct, Arc::clone(&answer));
-        let measure = move || told.store(measure(&file, direct).unwrap_or(NEVER), Ordering::Relaxed);
-        if std::thread::Builder::new().name("blk-probe".into()).spawn(measure).is_err() {
+        // The thread gets the scratch file alone: the image's would keep its locks for as long as the measurement takes.
+        let started = scratch(file, *direct).and_then(|scratch| {
+            let told = Arc::clone(&answer);
+            let measure = move || told.store(measure(&scratch).unwrap_or(NEVER), Ordering::Relaxed);
+            std::thread::Builder::new().name("blk-probe".into()).spawn(measure)
+        });
+        if started.is_err() {
             answer.store(NEVER, Ordering::Relaxed);
         }
         answer
@@ -132,20 +136,19 @@ fn scratch(file: &File, direct: bool) -> io::Result<File> {
     if scratch.metadata()?.dev() == file.metadata()?.dev() { Ok(scratch) } else { Err(unsupported()) }
 }
 
-fn measure(file: &File, direct: bool) -> io::Result<u64> {
-    let scratch = scratch(file, direct)?;
+fn measure(scratch: &File) -> io::Result<u64> {
     let zeroes = AlignedBuf::zeroed(CLUSTER as usize)?;
     // Clusters that are used again have been written before.
     for cluster in 0..CLUSTERS * THREADS {
-        sys::write_all(&scratch, &[zeroes.seg(0, zeroes.len())], cluster * CLUSTER)?;
+        sys::write_all(scratch, &[zeroes.seg(0, zeroes.len())], cluster * CLUSTER)?;
     }
-    let write = |at: u64, len: u64| sys::write_all(&scratch, &[zeroes.seg(0, len as usize)], at);
+    let write = |at: u64, len: u64| sys::write_all(scratch, &[zeroes.seg(0, len as usize)], at);
     let mut best = Costs { data: Duration::MAX, merged: Duration::MAX, beside: Duration::MAX };
     for _ in 0..ROUNDS {
         best.data = best.data.min(time(&|at| write(at, BLOCK))?);
         best.merged = best.merged.min(time(&|at| write(at, CLUSTER))?);
         best.beside = best.beside.min(time(&|at| {
-            sys::zero_range(&scratch, at + BLOCK, CLUSTER - BLOCK)?;
+            sys::zero_range(scratch, at + BLOCK, CLUSTER - BLOCK)?;
             write(at, BLOCK)
         })?);
     }
@@ -194,8 +197,11 @@ mod tests {
     #[test]
     fn the_probe_gives_an_answer_everywhere() {
         for direct in [false, true] {
-            let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
-            let zeroing = Zeroing { choice: Zeros::Auto, file: Some((Arc::new(file), direct)), ..Zeroing::default() };
+            let file = Arc::new(tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap());
+            let of = |file| Zeroing { choice: Zeros::Auto, file: Some((file, direct)), ..Zeroing::default() };
+            of(Arc::clone(&file)).least(false);
+            assert_eq!(Arc::strong_count(&file), 1, "who closes an image has closed it, whatever is being measured");
+            let zeroing = of(file);
             while zeroing.least(false) == UNKNOWN {
                 std::thread::yield_now();
             }
