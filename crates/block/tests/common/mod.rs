@@ -163,3 +163,14 @@ pub fn forbid_io_uring() {
     };
     assert_eq!(rc, 0, "a seccomp filter can be set");
 }
+
+/// Random enough, and fast without optimisation.
+pub fn quick(rng: &mut Rng, len: usize) -> Vec<u8> {
+    let word = rng.next().to_le_bytes();
+    let mut data = word.repeat(len.div_ceil(8));
+    data.truncate(len);
+    for sector in data.chunks_mut(512) {
+        sector[..8].copy_from_slice(&rng.next().to_le_bytes());
+    }
+    data
+}

@@ -112,6 +112,17 @@ pub fn qemu_check_on(node: &Node) -> Result<u64, String> {
     }
 }
 
+/// Fails the test unless qemu-img finds no errors in the image, leaks included, and `model` in it. A file for that is made in
+/// `dir`.
+pub fn check_holds(path: &Path, model: &[u8], dir: &Path) {
+    let image = path.to_str().unwrap();
+    let text = qemu_img(&["check", "-f", "qcow2", image]).unwrap();
+    assert!(text.contains("No errors were found"), "{text}");
+    let raw = dir.join("model.raw");
+    std::fs::write(&raw, model).unwrap();
+    qemu_img(&["compare", "-f", "raw", "-F", "qcow2", raw.to_str().unwrap(), image]).unwrap();
+}
+
 /// The content of an image, by qemu-img.
 pub fn qemu_read(path: &Path, size: u64) -> Result<Vec<u8>, String> {
     qemu_read_on(&Node::plain(path, "qcow2"), path, size)
