@@ -2,7 +2,7 @@
 //! Gives back memory that only start-up needed: a process that runs for long with little to do should not be charged for
 //! the code of its flags, its checks and its libraries' initialisation, nor for the constants and tables that these read.
 //!
-//! Called by `machine` once, on the main thread, when the guest has started.
+//! Called by `machine` once, on the main thread, when the guest has run for a moment.
 
 /// Gives free memory of the heap back, and unmaps the pages of all code and constants in this process, its libraries' included.
 /// Those stay in the host's page cache and come back, a few at a time, where the process runs on; they were never written, so

@@ -36,6 +36,10 @@ const HALF_LINE: Token = 3;
 /// First token of the devices' own sources.
 const DEVICES: Token = 16;
 
+/// How long after its start a guest is left alone with the pages that tare still has: what is given back at once holds up
+/// the vCPUs' first steps (their threads map stacks and fault code in under the same lock).
+const SETTLE: Duration = Duration::from_millis(50);
+
 /// How a run went.
 pub struct Report {
     /// Why it ended.
@@ -131,7 +135,6 @@ fn guest_run(
     };
     let vcpus = start(vcpus, &vm.cpu_pin, &dispatch, accounting)?;
     tell_costs(vm, io);
-    base::forget_code();
     let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &button };
     // From here on the guest is over when this returns: whatever goes wrong can only make the account poorer.
     let outcome = watched.until_over(signals, io).unwrap_or_else(|e| {
@@ -180,8 +183,7 @@ fn start(
 fn tell_costs(vm: &spec::Vm, io: &ConsoleIo) {
     // A raw terminal wants to be told where lines begin.
     let end = if io.terminal { "\r\n" } else { "\n" };
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    for line in vm.costs(cpus) {
+    for line in vm.costs(|| std::thread::available_parallelism().map_or(1, usize::from)) {
         // Standard error may be closed; there is nobody left to tell.
         let _ = write!(io::stderr(), "tare: {line}{end}");
     }
@@ -213,11 +215,20 @@ impl Watch<'_> {
         // A regular file or /dev/null can't be watched and has no input to wait for.
         let mut input = ConsoleInput::new(io).filter(|source| reactor.add(source.file(), INPUT).is_ok());
         let mut asked = false;
+        let mut settled = Some(Instant::now() + SETTLE);
         loop {
             if let Some(outcome) = control.outcome() {
                 return Ok(outcome);
             }
-            let ready: Vec<_> = reactor.turn(None).map_err(host("wait for events"))?.collect();
+            let rest = settled.map(|at| at.saturating_duration_since(Instant::now()));
+            if rest == Some(Duration::ZERO) {
+                base::forget_code();
+                settled = None;
+                continue;
+            }
+            // A part of a millisecond counts as one, or the last one would be spent turning.
+            let rest = rest.map(|rest| rest.as_millis() as u32 + 1);
+            let ready: Vec<_> = reactor.turn(rest).map_err(host("wait for events"))?.collect();
             for event in ready {
                 match (event.token, &mut input) {
                     (SIGNALS, _) => self.on_signals(signals, &mut asked),

@@ -204,9 +204,10 @@ pub(crate) fn check(vm: &Vm) -> Result<(), SpecError> {
 }
 
 impl Vm {
-    /// What the user's choices cost a host on which the monitor may use `cpus` CPUs: one line for each choice, `choice: cost`.
+    /// What the user's choices cost a host on which the monitor may use as many CPUs as `cpus` says (it is asked if it
+    /// matters): one line for each choice, `choice: cost`.
     #[must_use]
-    pub fn costs(&self, cpus: usize) -> Vec<String> {
+    pub fn costs(&self, cpus: impl Fn() -> usize) -> Vec<String> {
         let mut lines = Vec::new();
         let count = self.cpus.count;
         match self.halt_poll {
@@ -221,12 +222,7 @@ impl Vm {
         }
         for word in self.disable_exits.words() {
             let cost = match word {
-                "hlt" => format!(
-                    "a vCPU that halts keeps its host CPU, which then does nothing else and looks fully used; {count} \
-                     vCPUs hold up to {} of the {cpus} CPUs that tare may use{}",
-                    usize::from(count).min(cpus),
-                    if usize::from(count) > cpus { ", and idle ones take time from busy ones" } else { "" }
-                ),
+                "hlt" => hlt_cost(usize::from(count), cpus()),
                 "mwait" => "a vCPU that waits in MWAIT keeps its host CPU, which saves power but does nothing else \
                             until the host's timer says so"
                     .to_owned(),
@@ -241,6 +237,15 @@ impl Vm {
         }
         lines
     }
+}
+
+fn hlt_cost(vcpus: usize, cpus: usize) -> String {
+    format!(
+        "a vCPU that halts keeps its host CPU, which then does nothing else and looks fully used; {vcpus} vCPUs hold up to \
+         {} of the {cpus} CPUs that tare may use{}",
+        vcpus.min(cpus),
+        if vcpus > cpus { ", and idle ones take time from busy ones" } else { "" }
+    )
 }
 
 #[cfg(test)]
@@ -326,18 +331,18 @@ mod tests {
 
     #[test]
     fn each_choice_has_its_cost_and_no_choice_has_none() {
-        assert!(Vm::new("k").costs(4).is_empty());
+        assert!(Vm::new("k").costs(|| 4).is_empty());
         let vm = Vm {
             cpus: Cpus::flat(3),
             disable_exits: DisableExits::from_text("hlt,pause,mwait,cstate").unwrap(),
             ..Vm::new("k")
         };
-        let lines = vm.costs(2);
+        let lines = vm.costs(|| 2);
         assert_eq!(lines.len(), 4);
         assert!(lines[0].starts_with("disable-exits hlt: ") && lines[0].contains("3 vCPUs hold up to 2 of the 2 CPUs"));
         assert!(lines[0].ends_with("take time from busy ones"), "{lines:?}");
-        assert!(vm.costs(8)[0].ends_with("3 vCPUs hold up to 3 of the 8 CPUs that tare may use"));
-        let polls = |ns| Vm { halt_poll: Some(ns), ..Vm::new("k") }.costs(2);
+        assert!(vm.costs(|| 8)[0].ends_with("3 vCPUs hold up to 3 of the 8 CPUs that tare may use"));
+        let polls = |ns| Vm { halt_poll: Some(ns), ..Vm::new("k") }.costs(|| 2);
         assert!(polls(50_000)[0].contains("for up to 50000 ns"));
         assert!(polls(0)[0].contains("at once"));
     }

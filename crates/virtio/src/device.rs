@@ -28,6 +28,12 @@ pub trait VirtioDevice: Send {
     /// The largest size of each queue: powers of two, at most [`crate::queue::MAX_SIZE`].
     fn queue_sizes(&self) -> &[u16];
 
+    /// How many interrupts of their own its queues are worth, one each unless the device says less: at least one. A driver
+    /// that is offered less than one each lets all of them share one.
+    fn queue_vectors(&self) -> u16 {
+        self.queue_sizes().len() as u16
+    }
+
     /// Copies device configuration from byte `offset` on; bytes past its end are left alone (the caller zeroed them).
     fn read_config(&self, offset: u64, data: &mut [u8]);
 

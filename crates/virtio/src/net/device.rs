@@ -255,6 +255,16 @@ impl VirtioDevice for Net {
         &self.queue_sizes
     }
 
+    /// One for a single pair. An answer follows its request: by the time the guest can take the interrupt for a packet that
+    /// left, the one for the packet that came is often due, and it is the same one. Pairs that belong to different CPUs have
+    /// one for each queue.
+    fn queue_vectors(&self) -> u16 {
+        match self.queue_sizes.len() as u16 {
+            0..=3 => 1,
+            more => more,
+        }
+    }
+
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let config = self.shared.config();
         let Ok(offset) = usize::try_from(offset) else { return };

@@ -129,13 +129,13 @@ pub struct VirtioPci {
 }
 
 impl VirtioPci {
-    /// `device` as a function with one vector for each queue and one for configuration changes.
+    /// `device` as a function with the vectors that its queues are worth and one for configuration changes.
     ///
     /// # Errors
     /// When the host has no descriptors or interrupts left.
     pub fn new(device: Box<dyn VirtioDevice>, ram: GuestRam, sink: &dyn MsiSink) -> io::Result<Self> {
         let count = device.queue_sizes().len() as u16;
-        let msix = Msix::new(sink.vectors(count.saturating_add(1))?);
+        let msix = Msix::new(sink.vectors(device.queue_vectors().saturating_add(1))?);
         let lines = Arc::new(Lines {
             lines: msix.lines(),
             queues: (0..count).map(|_| AtomicU16::new(NO_VECTOR)).collect(),
