@@ -19,6 +19,7 @@ pub fn fuzz_kernel(ram: &GuestRam, bytes: &[u8]) {
         conf1: false,
         pci_window32: (Gpa(0xc000_0000), 0x2000_0000),
         pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
+        pci_ports: Some((0x1000, 0xffff)),
         virtio_mmio: Vec::new(),
         serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
         pvpanic_port: Some(0x505),

@@ -22,6 +22,8 @@ pub struct Platform {
     pub pci_window32: (Gpa, u64),
     /// 64-bit memory for BARs: past 4 GiB and all RAM; length in bytes, 0 for none.
     pub pci_window64: (Gpa, u64),
+    /// First and last port for BARs, past the legacy devices' below 0x1000.
+    pub pci_ports: Option<(u16, u16)>,
     /// Virtio devices that are no PCI functions, in the order the guest should find them.
     pub virtio_mmio: Vec<VirtioMmio>,
     /// A 16550 with eight ports, edge triggered.
@@ -144,6 +146,11 @@ impl Platform {
         if at32.checked_add(len32).is_none_or(|end| end.0 > mem::HIGH_START) {
             return bad(format!("32-bit PCI window of {len32} bytes at {at32}"));
         }
+        if let Some((first, last)) = self.pci_ports
+            && (first < 0x1000 || first > last)
+        {
+            return bad(format!("PCI ports from {first:#x} to {last:#x}"));
+        }
         let (at64, len64) = self.pci_window64;
         if at64.checked_add(len64).is_none() || (len64 > 0 && at64.0 < mem::HIGH_START) {
             return bad(format!("64-bit PCI window of {len64} bytes at {at64}"));
@@ -180,6 +187,7 @@ pub(crate) mod tests {
             conf1: false,
             pci_window32: (Gpa(0xc000_0000), 0x2000_0000),
             pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
+            pci_ports: Some((0x1000, 0xffff)),
             virtio_mmio: Vec::new(),
             serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
             pvpanic_port: Some(0x505),
@@ -210,6 +218,8 @@ pub(crate) mod tests {
         check(|p| p.ecam = Some(Ecam { base: Gpa(u64::MAX << 20), buses: 1 }), "ECAM");
         check(|p| p.pci_window32.1 = 0x4000_0001, "32-bit");
         check(|p| p.pci_window64.0 = Gpa(0x1000), "64-bit");
+        check(|p| p.pci_ports = Some((0xcf8, 0xcff)), "ports");
+        check(|p| p.pci_ports = Some((0x2000, 0x1fff)), "ports");
         check(|p| p.virtio_mmio = registers(0xe100_0000, 0), "virtio registers of 0 bytes");
         check(|p| p.virtio_mmio = registers(0xffff_f000, 0x2000), "virtio registers of 8192");
         check(|p| p.virtio_mmio = registers(u64::MAX - 7, 0x1000), "virtio registers");

@@ -261,6 +261,7 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
         conf1: false,
         pci_window32: layout::PCI_WINDOW,
         pci_window64: (Gpa(high_end.next_multiple_of(1 << 30)), layout::PCI_WINDOW_HIGH),
+        pci_ports: Some(layout::PCI_PORTS),
         virtio_mmio: bus.virtio_mmio(),
         serial: (spec.console == Console::Serial).then_some(serial),
         pvpanic_port: Some(layout::PVPANIC_PORT),

@@ -4,9 +4,10 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use base::Gpa;
 use base::news::News;
 use boot::Ecam;
-use kvm::Vm;
+use kvm::{IoAddress, Vm};
 use mem::GuestRam;
 use spec::Transport;
 use virtio::VirtioDevice;
@@ -113,7 +114,7 @@ impl Bus {
                     bus.config_read(offset, data);
                     return Some(Party::PciEcam);
                 }
-                bus.bar_read(at, data).then_some(Party::PciBar)
+                bus.bar_read(IoAddress::Mmio(Gpa(at)), data).then_some(Party::PciBar)
             }
             Self::Mmio(bus) => bus.read(at, data).then_some(Party::VirtioMmio),
         }
@@ -127,10 +128,22 @@ impl Bus {
                     bus.config_write(offset, data);
                     return Some(Party::PciEcam);
                 }
-                bus.bar_write(at, data).then_some(Party::PciBar)
+                bus.bar_write(IoAddress::Mmio(Gpa(at)), data).then_some(Party::PciBar)
             }
             Self::Mmio(bus) => bus.write(at, data).then_some(Party::VirtioMmio),
         }
+    }
+
+    /// Answers a read of `port`, if a BAR is there.
+    pub fn port_read(&self, port: u16, data: &mut [u8]) -> Option<Party> {
+        let Self::Pci(bus) = self else { return None };
+        bus.bar_read(IoAddress::Pio(port), data).then_some(Party::PciBar)
+    }
+
+    /// Answers a write of `port`, if a BAR is there.
+    pub fn port_write(&self, port: u16, data: &[u8]) -> Option<Party> {
+        let Self::Pci(bus) = self else { return None };
+        bus.bar_write(IoAddress::Pio(port), data).then_some(Party::PciBar)
     }
 
     /// Stops all devices: work in flight is finished or dropped, threads end. The guest must not run any more.

@@ -103,10 +103,10 @@ impl Dispatch {
                 data.fill(0);
                 Party::DebugExit
             }
-            (_, data) => {
+            (port, data) => self.bus.port_read(port, data).unwrap_or_else(|| {
                 data.fill(0xff);
                 Party::Nobody
-            }
+            }),
         };
         (Reason::PioRead, party, Ask::Nothing)
     }
@@ -125,7 +125,7 @@ impl Dispatch {
             (ACPI_PORT..=ACPI_LAST, [byte]) => (Party::Acpi, AcpiPorts::write(port - ACPI_PORT, *byte)),
             (BOOT_PORT | DEBUG_PORT, [byte]) => (Party::Marker, Ask::Mark(port, *byte)),
             (port, data) if self.ends_at(port) => (Party::DebugExit, DebugExit::write(data)),
-            _ => (Party::Nobody, Ask::Nothing),
+            (port, data) => (self.bus.port_write(port, data).unwrap_or(Party::Nobody), Ask::Nothing),
         };
         (Reason::PioWrite, party, ask)
     }

@@ -12,6 +12,8 @@ use base::{Gpa, Gsi};
 
 /// Memory window of the PCI host bridge below 4 GiB: all BARs that tare places.
 pub const PCI_WINDOW: (Gpa, u64) = (Gpa(0xc000_0000), 0x2000_0000);
+/// First and last port of the PCI host bridge, past all legacy devices.
+pub const PCI_PORTS: (u16, u16) = (0x1000, 0xffff);
 /// ECAM (PCIe 5.0, 7.2.2): 1 MiB for bus 0.
 pub const ECAM: (Gpa, u64) = (Gpa(0xe000_0000), 0x10_0000);
 /// First page of virtio registers, where devices are no PCI functions.

@@ -15,14 +15,15 @@ use virtio::VirtioDevice;
 use virtio::transport::pci::VirtioPci;
 
 use crate::error::{Error, host};
-use crate::layout::{ECAM, PCI_WINDOW};
+use crate::layout::{ECAM, PCI_PORTS, PCI_WINDOW};
 use crate::msi::KvmMsi;
 
 /// A device on the bus, under its own lock.
 type Function = Arc<Mutex<VirtioPci>>;
 
-/// A BAR that answers.
+/// A BAR that answers, in memory or in port space.
 struct Range {
+    io: bool,
     start: u64,
     end: u64,
     slot: u8,
@@ -33,7 +34,7 @@ struct Range {
 /// A doorbell that KVM answers.
 struct Doorbell {
     slot: u8,
-    at: Gpa,
+    at: IoAddress,
     kick: EventFd,
 }
 
@@ -44,8 +45,9 @@ pub struct PciHost {
     msi: KvmMsi,
     bus: Mutex<PciBus>,
     devices: Vec<(u8, Function)>,
-    /// Next free address of the BAR window.
+    /// Next free address of the BAR window, and next free port.
     next: u64,
+    next_port: u64,
     map: RwLock<Vec<Range>>,
     doorbells: Mutex<Vec<Doorbell>>,
     /// Configuration space where the guest can read it without leaving.
@@ -98,6 +100,7 @@ impl PciHost {
             bus: Mutex::new(PciBus::new()),
             devices: Vec::new(),
             next: PCI_WINDOW.0.0,
+            next_port: PCI_PORTS.0.into(),
             map: RwLock::new(Vec::new()),
             doorbells: Mutex::new(Vec::new()),
             pages: None,
@@ -119,9 +122,10 @@ impl PciHost {
         let mut function =
             VirtioPci::new(device, self.ram.clone(), sink).map_err(host("give a device its interrupts"))?;
         for placement in function.placements() {
-            let at = self.next.next_multiple_of(placement.size);
+            let next = if placement.io { &mut self.next_port } else { &mut self.next };
+            let at = next.next_multiple_of(placement.size);
             function.place(placement.bar, at);
-            self.next = at + placement.size;
+            *next = at + placement.size;
         }
         let function = Arc::new(Mutex::new(function));
         let slot = lock(&self.bus).attach(function.clone()).map_err(|e| Error::TooMuch(e.to_string()))?;
@@ -191,22 +195,26 @@ impl PciHost {
     }
 
     /// Reads from the BAR at `at`; `false` if none is there.
-    pub fn bar_read(&self, at: u64, data: &mut [u8]) -> bool {
+    pub fn bar_read(&self, at: IoAddress, data: &mut [u8]) -> bool {
         let Some((device, bar, offset)) = self.find(at) else { return false };
         lock(&device).bar_read(bar, offset, data);
         true
     }
 
     /// Writes to the BAR at `at`; `false` if none is there.
-    pub fn bar_write(&self, at: u64, data: &[u8]) -> bool {
+    pub fn bar_write(&self, at: IoAddress, data: &[u8]) -> bool {
         let Some((device, bar, offset)) = self.find(at) else { return false };
         lock(&device).bar_write(bar, offset, data);
         true
     }
 
-    fn find(&self, at: u64) -> Option<(Function, u8, u64)> {
+    fn find(&self, at: IoAddress) -> Option<(Function, u8, u64)> {
+        let (io, at) = match at {
+            IoAddress::Mmio(at) => (false, at.0),
+            IoAddress::Pio(port) => (true, port.into()),
+        };
         let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
-        let range = map.iter().find(|r| (r.start..r.end).contains(&at))?;
+        let range = map.iter().find(|r| r.io == io && (r.start..r.end).contains(&at))?;
         Some((range.device.clone(), range.bar, at - range.start))
     }
 
@@ -219,22 +227,24 @@ impl PciHost {
         map.retain(|r| r.slot != slot);
         for p in &placed {
             let Some(end) = p.address.checked_add(p.size) else { continue };
-            map.push(Range { start: p.address, end, slot, bar: p.bar, device: device.clone() });
+            map.push(Range { io: p.io, start: p.address, end, slot, bar: p.bar, device: device.clone() });
         }
         drop(map);
         let mut doorbells = lock(&self.doorbells);
         for old in doorbells.extract_if(.., |d| d.slot == slot) {
             // It was registered with the same arguments, so this can't fail.
-            let _ = self.vm.remove_ioeventfd(&old.kick, IoAddress::Mmio(old.at));
+            let _ = self.vm.remove_ioeventfd(&old.kick, old.at);
         }
-        if placed.is_empty() {
-            return;
-        }
+        let (memory, ports) = (placed.iter().any(|p| !p.io), placed.iter().any(|p| p.io));
         for (queue, kick) in function.kicks() {
-            let (Some(at), Ok(kick)) = (function.notify_address(queue), kick.try_clone()) else { continue };
-            // Where KVM has no room (or the guest put two BARs in one place), kicks reach `bar_write` and work as well.
-            if self.vm.add_ioeventfd(&kick, IoAddress::Mmio(at)).is_ok() {
-                doorbells.push(Doorbell { slot, at, kick });
+            let at = function.notify_address(queue).filter(|_| memory).map(IoAddress::Mmio);
+            let port = function.notify_port(queue).filter(|_| ports).map(IoAddress::Pio);
+            for at in at.into_iter().chain(port) {
+                let Ok(kick) = kick.try_clone() else { continue };
+                // Where KVM has no room (or the guest put two BARs in one place), kicks reach `bar_write` and work as well.
+                if self.vm.add_ioeventfd(&kick, at).is_ok() {
+                    doorbells.push(Doorbell { slot, at, kick });
+                }
             }
         }
     }

@@ -9,6 +9,8 @@ use crate::device::{Effect, Placement};
 
 /// Offset of the command register.
 pub const COMMAND: u16 = 0x04;
+/// Command bit: answer to accesses of ports.
+pub const COMMAND_IO: u16 = 1 << 0;
 /// Command bit: answer to memory accesses.
 pub const COMMAND_MEMORY: u16 = 1 << 1;
 /// Command bit: may make accesses itself, messages included.
@@ -43,23 +45,25 @@ pub struct Identity {
     pub subsystem: u16,
 }
 
-/// How wide a memory BAR's address is.
+/// Which space a BAR is in, and how wide its address is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BarKind {
     /// Anywhere below 4 GiB.
     Memory32,
     /// Anywhere; takes the next BAR too.
     Memory64,
+    /// Ports.
+    Io,
 }
 
-/// One memory BAR.
+/// One BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BarSpec {
     /// BAR number, 0 to 5 (0 to 4 for 64 bits).
     pub bar: u8,
-    /// Address width.
+    /// Space and address width.
     pub kind: BarKind,
-    /// Bytes: a power of two, at least 16.
+    /// Bytes: a power of two, at least 16. Ports: 4 to 256 (6.2.5.1).
     pub size: u64,
     /// Reads have no side effects.
     pub prefetchable: bool,
@@ -103,8 +107,11 @@ impl ConfigSpace {
     /// # Panics
     /// On such a bug.
     pub fn add_bar(&mut self, spec: BarSpec) {
-        let wide = spec.kind == BarKind::Memory64;
-        assert!(spec.size.is_power_of_two() && spec.size >= 16, "a BAR's size is a power of two from 16 up");
+        let (wide, io) = (spec.kind == BarKind::Memory64, spec.kind == BarKind::Io);
+        assert!(
+            spec.size.is_power_of_two() && if io { (4..=256).contains(&spec.size) } else { spec.size >= 16 },
+            "a BAR's size is a power of two from 16 up, of ports from 4 to 256"
+        );
         assert!(wide || spec.size <= 1 << 31, "a 32-bit BAR is at most 2 GiB");
         assert!(spec.bar < if wide { 5 } else { 6 }, "there are six BARs");
         let at = BAR0 + usize::from(spec.bar) * 4;
@@ -114,7 +121,15 @@ impl ConfigSpace {
             assert!(*byte == 0, "BARs overlap");
             *byte = m;
         }
-        self.set(at, &[if wide { 0b100 } else { 0 } | if spec.prefetchable { 0b1000 } else { 0 }]);
+        let kind = match spec.kind {
+            BarKind::Memory32 => 0,
+            BarKind::Memory64 => 0b100,
+            BarKind::Io => 0b1,
+        };
+        self.set(at, &[kind | if spec.prefetchable && !io { 0b1000 } else { 0 }]);
+        if io {
+            self.writable[usize::from(COMMAND)] |= COMMAND_IO as u8;
+        }
         self.bars.push(spec);
     }
 
@@ -151,14 +166,14 @@ impl ConfigSpace {
     /// Writes what is writable and says what that changed.
     pub fn write(&mut self, offset: u16, data: &[u8]) -> Effect {
         let at = usize::from(offset);
-        let (decoded, bars) = (self.memory_enabled(), self.bar_bytes());
+        let (decoded, before) = (self.memory_enabled(), (self.io_enabled(), self.bar_bytes()));
         let fields = self.bytes.iter_mut().zip(&self.writable).skip(at);
         for ((byte, mask), new) in fields.zip(data) {
             *byte = (*byte & !mask) | (new & mask);
         }
         match self.memory_enabled() {
             now if now != decoded => Effect::Decode(now),
-            _ if self.bar_bytes() != bars => Effect::Moved,
+            _ if (self.io_enabled(), self.bar_bytes()) != before => Effect::Moved,
             _ => Effect::None,
         }
     }
@@ -175,6 +190,12 @@ impl ConfigSpace {
         u16::from(self.bytes[usize::from(COMMAND)]) & COMMAND_MEMORY != 0
     }
 
+    /// Whether decoding of ports is on.
+    #[must_use]
+    pub fn io_enabled(&self) -> bool {
+        u16::from(self.bytes[usize::from(COMMAND)]) & COMMAND_IO != 0
+    }
+
     /// The little-endian number of up to 4 bytes at `offset`.
     #[must_use]
     pub fn get(&self, offset: u16, len: usize) -> u32 {
@@ -188,19 +209,22 @@ impl ConfigSpace {
     /// Where each BAR is.
     #[must_use]
     pub fn placements(&self) -> Vec<Placement> {
-        let enabled = self.memory_enabled();
-        self.bars
-            .iter()
-            .map(|spec| Placement { bar: spec.bar, address: self.bar_address(spec), size: spec.size, enabled })
-            .collect()
+        let (memory, ports) = (self.memory_enabled(), self.io_enabled());
+        let placement = |spec: &BarSpec| {
+            let io = spec.kind == BarKind::Io;
+            let enabled = if io { ports } else { memory };
+            Placement { bar: spec.bar, address: self.bar_address(spec), size: spec.size, io, enabled }
+        };
+        self.bars.iter().map(placement).collect()
     }
 
     fn bar_address(&self, spec: &BarSpec) -> u64 {
         let at = (BAR0 + usize::from(spec.bar) * 4) as u16;
-        let low = u64::from(self.get(at, 4)) & !0xf;
+        let low = u64::from(self.get(at, 4));
         match spec.kind {
-            BarKind::Memory32 => low,
-            BarKind::Memory64 => low | u64::from(self.get(at + 4, 4)) << 32,
+            BarKind::Memory32 => low & !0xf,
+            BarKind::Memory64 => low & !0xf | u64::from(self.get(at + 4, 4)) << 32,
+            BarKind::Io => low & !0x3,
         }
     }
 
@@ -287,16 +311,33 @@ mod tests {
         assert_eq!(
             s.placements(),
             [
-                Placement { bar: 0, address: 0x1_2345_4000, size: 0x4000, enabled: true },
-                Placement { bar: 2, address: 0xe000_1000, size: 0x1000, enabled: true },
+                Placement { bar: 0, address: 0x1_2345_4000, size: 0x4000, io: false, enabled: true },
+                Placement { bar: 2, address: 0xe000_1000, size: 0x1000, io: false, enabled: true },
             ]
         );
         assert_eq!(s.write(0x11, &[0xc0]), Effect::Moved, "byte access");
         assert_eq!(s.placements()[0].address, 0x1_2345_c000);
         assert_eq!(s.write(COMMAND, &[0]), Effect::Decode(false));
         s.reset();
-        assert_eq!(s.placements()[0], Placement { bar: 0, address: 0, size: 0x4000, enabled: false });
+        assert_eq!(s.placements()[0], Placement { bar: 0, address: 0, size: 0x4000, io: false, enabled: false });
         assert_eq!(word(&s, 0x10), 4, "the kind of the BAR survives");
+    }
+
+    #[test]
+    fn ports_have_a_switch_of_their_own() {
+        let mut s = space();
+        assert_eq!(s.write(COMMAND, &[1]), Effect::None, "without a BAR of ports there is nothing to switch");
+        s.add_bar(BarSpec { bar: 3, kind: BarKind::Io, size: 8, prefetchable: false });
+        s.write(0x1c, &u32::MAX.to_le_bytes());
+        assert_eq!(word(&s, 0x1c), 0xffff_fff9);
+        s.place(3, 0x1038);
+        assert_eq!(word(&s, 0x1c), 0x1039);
+        assert_eq!(s.write(COMMAND, &[1]), Effect::Moved);
+        let ports = Placement { bar: 3, address: 0x1038, size: 8, io: true, enabled: true };
+        assert_eq!(s.placements()[2], ports);
+        assert!(!s.placements()[0].enabled, "memory stays off");
+        assert_eq!(s.write(COMMAND, &[2]), Effect::Decode(true));
+        assert_eq!(s.placements()[2], Placement { enabled: false, ..ports });
     }
 
     #[test]

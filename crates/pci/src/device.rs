@@ -9,11 +9,13 @@
 pub struct Placement {
     /// BAR number, 0 to 5; of a 64-bit BAR the lower one.
     pub bar: u8,
-    /// Guest physical address, a multiple of `size`; 0 if never set.
+    /// Guest physical address, or the first port where `io` says so; a multiple of `size`; 0 if never set.
     pub address: u64,
-    /// Bytes, a power of two.
+    /// Bytes or ports, a power of two.
     pub size: u64,
-    /// Memory decoding is on, so that the BAR answers.
+    /// In port space.
+    pub io: bool,
+    /// Decoding of its space is on, so that the BAR answers.
     pub enabled: bool,
 }
 
@@ -22,7 +24,7 @@ pub struct Placement {
 pub enum Effect {
     /// Nothing.
     None,
-    /// A BAR's address register changed: ask [`PciDevice::placements`] again. While a guest sizes BARs this reports
+    /// A BAR's address register changed, or the decoding of ports: ask [`PciDevice::placements`] again. While a guest sizes BARs this reports
     /// addresses that it does not mean; it means them once `enabled` is set.
     Moved,
     /// Memory decoding was switched on or off for all BARs: ask [`PciDevice::placements`] again.

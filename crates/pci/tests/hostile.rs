@@ -39,10 +39,11 @@ struct Function {
     msix_at: u16,
 }
 
-const BARS: [BarSpec; 3] = [
+const BARS: [BarSpec; 4] = [
     BarSpec { bar: 0, kind: BarKind::Memory64, size: 0x4000, prefetchable: true },
     BarSpec { bar: 2, kind: BarKind::Memory32, size: 16, prefetchable: false },
     BarSpec { bar: 3, kind: BarKind::Memory64, size: 1 << 40, prefetchable: false },
+    BarSpec { bar: 5, kind: BarKind::Io, size: 8, prefetchable: false },
 ];
 
 impl Function {
@@ -130,8 +131,8 @@ fn fixed(bus: &PciBus) -> Vec<u32> {
         bus.ecam_read(1 << 15 | at, &mut word);
         u32::from_le_bytes(word)
     };
-    let bars = [(0x10, 0x3fff), (0x14, 0), (0x18, 0xf), (0x1c, u32::MAX), (0x20, 0xff), (0x24, u32::MAX)];
-    let masked = [(0x04, !0x0406), (0x0c, !0xff), (0x40, !0), (0x44, 0xffff_ff00), (0x48, 0x3fff_ffff)];
+    let bars = [(0x10, 0x3fff), (0x14, 0), (0x18, 0xf), (0x1c, u32::MAX), (0x20, 0xff), (0x24, 0x7)];
+    let masked = [(0x04, !0x0407), (0x0c, !0xff), (0x40, !0), (0x44, 0xffff_ff00), (0x48, 0x3fff_ffff)];
     let whole = [0x00, 0x08, 0x28, 0x2c, 0x30, 0x34, 0x38, 0x4c, 0x50, 0x54, 0xfc].map(|at| (at, !0));
     bars.iter().chain(&masked).chain(&whole).map(|(at, mask)| dword(*at) & mask).collect()
 }

@@ -28,7 +28,7 @@ pub struct Block {
 pub struct PciFace {
     /// The function.
     pub device: VirtioPci,
-    /// Its vectors: queues in order, then configuration, as a driver here assigns them.
+    /// Its vectors: queues in order or all queues', then configuration, as a driver here assigns them.
     pub vectors: Vec<Arc<RecordingVector>>,
     /// Common, notify, ISR and device blocks, by their capability type minus one.
     pub blocks: [Block; 4],
@@ -36,6 +36,10 @@ pub struct PciFace {
     pub window: u16,
     /// Bytes between the notify addresses of two queues.
     pub notify_step: u32,
+    /// The BAR of ports for kicks, and ports from one queue's to the next one's.
+    pub ports: Option<(u8, u32)>,
+    /// The last kick went to a port.
+    by_port: bool,
     /// Offset of the MSI-X capability.
     pub msix: u16,
     /// Offset of the MSI-X table in the BAR.
@@ -54,8 +58,13 @@ impl PciFace {
                     let (kind, bar) = (self.config(at + 3, 1), self.config(at + 4, 1));
                     let block =
                         Block { at: u64::from(self.config(at + 8, 4)), len: u64::from(self.config(at + 12, 4)) };
-                    assert_eq!(bar, 0, "one BAR holds everything");
                     match kind {
+                        2 if bar != 0 => {
+                            assert!(self.ports.is_none() && self.notify_step == 0, "ports come first, and once");
+                            assert_eq!(block.at, 0);
+                            self.ports = Some((bar as u8, self.config(at + 16, 4)));
+                        }
+                        _ if bar != 0 => panic!("one BAR holds everything but kicks"),
                         5 => self.window = at,
                         1..=4 => {
                             if kind == 2 {
@@ -110,10 +119,17 @@ impl PciFace {
         self.device.config_write(at, &0x8000u16.to_le_bytes());
     }
 
-    /// Interrupts of queue `index` so far.
+    /// The vector of queue `index`.
+    #[must_use]
+    pub fn vector(&self, index: u16) -> u16 {
+        let shared = self.vectors.len() <= usize::from(self.device.core().queue_count());
+        if shared { 0 } else { index }
+    }
+
+    /// Interrupts of queue `index`, and of those that share its vector, so far.
     #[must_use]
     pub fn interrupts(&self, index: u16) -> usize {
-        self.vectors.get(usize::from(index)).map_or(0, |v| v.sent())
+        self.vectors.get(usize::from(self.vector(index))).map_or(0, |v| v.sent())
     }
 
     /// Configuration interrupts so far.
@@ -152,6 +168,8 @@ impl Face for PciFace {
             blocks: [Block::default(); 4],
             window: 0,
             notify_step: 0,
+            ports: None,
+            by_port: false,
             msix: 0,
             table: 0,
         };
@@ -177,9 +195,10 @@ impl Face for PciFace {
     fn set(&mut self, register: Register, value: u32) {
         let (at, len) = Self::place(register);
         if register == Register::QueueReady {
-            // Each queue has a vector of its own, of the same number.
-            let queue = self.read(0x16, 2);
-            self.write(0x1a, 2, queue);
+            // Each queue has a vector of its own, of the same number, or all share the first.
+            let queue = self.read(0x16, 2) as u16;
+            let vector = self.vector(queue);
+            self.write(0x1a, 2, vector.into());
         }
         self.write(at, len, value);
     }
@@ -195,6 +214,12 @@ impl Face for PciFace {
     }
 
     fn notify(&mut self, index: u16) {
+        // Any way will do: this one takes them in turn.
+        self.by_port = !self.by_port;
+        if let Some((bar, step)) = self.ports.filter(|_| self.by_port) {
+            self.device.bar_write(bar, u64::from(index) * u64::from(step), &index.to_le_bytes());
+            return;
+        }
         let at = self.blocks[1].at + u64::from(index) * u64::from(self.notify_step);
         self.device.bar_write(0, at, &index.to_le_bytes());
     }

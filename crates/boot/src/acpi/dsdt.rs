@@ -62,6 +62,9 @@ fn host_bridge(platform: &Platform, ecam: Ecam, out: &mut Vec<u8>) {
     if platform.conf1 {
         IO::new(0xcf8, 0xcf8, 1, 8).to_aml_bytes(&mut crs.0);
     }
+    if let Some((first, last)) = platform.pci_ports {
+        AddressSpace::new_io(first, last, None).to_aml_bytes(&mut crs.0);
+    }
     let (at, len) = platform.pci_window32;
     if len > 0 {
         let (min, max) = (at.0 as u32, (at.0 + (len - 1)) as u32);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The PCI face (virtio 1.2, 4.1): a modern, non-transitional function with one 64-bit BAR that holds the register blocks
-//! and the MSI-X table. No legacy interrupt: a stock driver that has MSI-X asks for nothing else.
+//! and the MSI-X table, and one of ports for kicks. No legacy interrupt: a stock driver that has MSI-X asks for nothing else.
 //!
-//! `machine` puts a [`VirtioPci`] behind a mutex, places its BAR, and binds an ioeventfd to each notify address; device
-//! threads reach the guest through [`Lines`], without that mutex.
+//! `machine` puts a [`VirtioPci`] behind a mutex, places its BARs, and binds an ioeventfd to each notify address and port;
+//! device threads reach the guest through [`Lines`], without that mutex.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -19,8 +19,15 @@ use pci::{BarKind, BarSpec, ConfigSpace, Effect, Identity, PciDevice, Placement}
 use super::core::{Core, Ring};
 use crate::device::{DeviceStatus, Interrupt, VirtioDevice};
 
-/// The BAR with everything in it.
+/// The BAR with everything in it, two numbers wide.
 pub const BAR: u8 = 0;
+/// The BAR of ports, where queues are kicked too: KVM has to find, read and decode the guest's instruction to know what was
+/// written to memory, while the processor itself says what went to a port.
+const PORTS: u8 = 2;
+/// Ports from one queue's to the next one's.
+const PORT_STEP: u16 = 2;
+/// The most ports that a BAR may have; a device with more queues does without.
+const MOST_PORTS: u16 = 256;
 /// Its size in bytes.
 pub const BAR_SIZE: u64 = 0x4000;
 /// Vendor of all virtio devices.
@@ -148,14 +155,17 @@ impl VirtioPci {
         for (kind, at, len) in
             [(CFG_COMMON, COMMON, COMMON_SIZE), (CFG_ISR, ISR, ISR_SIZE), (CFG_DEVICE, DEVICE, DEVICE_SIZE)]
         {
-            config.add_capability(CAP_VENDOR, &vendor_cap(16, kind, at, len), &[]);
+            config.add_capability(CAP_VENDOR, &vendor_cap(16, kind, BAR, at, len), &[]);
         }
-        let mut notify = [0; 18];
-        notify[..14].copy_from_slice(&vendor_cap(20, CFG_NOTIFY, NOTIFY, u64::from(count) * u64::from(NOTIFY_STEP)));
-        notify[14..].copy_from_slice(&NOTIFY_STEP.to_le_bytes());
-        config.add_capability(CAP_VENDOR, &notify, &[]);
+        // A driver takes the first kind that it can use (4.1.4): ports, where the bus gave it some.
+        if let Some(ports) = count.checked_mul(PORT_STEP).filter(|ports| *ports <= MOST_PORTS) {
+            let size = u64::from(ports.next_power_of_two().max(4));
+            config.add_bar(BarSpec { bar: PORTS, kind: BarKind::Io, size, prefetchable: false });
+            config.add_capability(CAP_VENDOR, &notify_cap(PORTS, 0, count, PORT_STEP.into()), &[]);
+        }
+        config.add_capability(CAP_VENDOR, &notify_cap(BAR, NOTIFY, count, NOTIFY_STEP), &[]);
         let mut window = [0; 18];
-        window[..14].copy_from_slice(&vendor_cap(20, CFG_PCI, 0, 0));
+        window[..14].copy_from_slice(&vendor_cap(20, CFG_PCI, 0, 0, 0));
         // Writable: BAR, offset and length; the data that follows never reaches these bytes.
         let mut writable = [0; 18];
         writable[2] = 0xff;
@@ -172,6 +182,15 @@ impl VirtioPci {
         let bar = self.placements().into_iter().find(|p| p.bar == BAR)?;
         let offset = NOTIFY + u64::from(index) * u64::from(NOTIFY_STEP);
         (index < self.core.queue_count()).then_some(Gpa(bar.address.checked_add(offset)?))
+    }
+
+    /// The port where the driver kicks queue `index`, by the BAR as it is placed now; `None` where that is no port, or for a
+    /// queue that isn't there.
+    #[must_use]
+    pub fn notify_port(&self, index: u16) -> Option<u16> {
+        let bar = self.placements().into_iter().find(|p| p.bar == PORTS)?;
+        let first = u16::try_from(bar.address).ok().filter(|first| *first != 0)?;
+        (index < self.core.queue_count()).then_some(first.checked_add(index.checked_mul(PORT_STEP)?)?)
     }
 
     /// Queues to bind an ioeventfd for, each with its eventfd. Inline queues are missing: their kicks have to reach
@@ -305,12 +324,20 @@ fn identity(kind: u16) -> Identity {
     }
 }
 
+/// `struct virtio_pci_notify_cap` past its id and next pointer: a place for each of `count` queues, `step` apart.
+fn notify_cap(bar: u8, offset: u64, count: u16, step: u32) -> [u8; 18] {
+    let mut cap = [0; 18];
+    cap[..14].copy_from_slice(&vendor_cap(20, CFG_NOTIFY, bar, offset, u64::from(count) * u64::from(step)));
+    cap[14..].copy_from_slice(&step.to_le_bytes());
+    cap
+}
+
 /// `struct virtio_pci_cap` past its id and next pointer.
-fn vendor_cap(len: u8, kind: u8, offset: u64, size: u64) -> [u8; 14] {
+fn vendor_cap(len: u8, kind: u8, bar: u8, offset: u64, size: u64) -> [u8; 14] {
     let mut cap = [0; 14];
     cap[0] = len;
     cap[1] = kind;
-    cap[2] = BAR;
+    cap[2] = bar;
     cap[6..10].copy_from_slice(&(offset as u32).to_le_bytes());
     cap[10..].copy_from_slice(&(size as u32).to_le_bytes());
     cap
@@ -376,6 +403,12 @@ impl PciDevice for VirtioPci {
     }
 
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]) {
+        if bar == PORTS {
+            if offset.is_multiple_of(PORT_STEP.into()) {
+                self.core.kick((offset / u64::from(PORT_STEP)) as u16);
+            }
+            return;
+        }
         if bar != BAR {
             return;
         }
