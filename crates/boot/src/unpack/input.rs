@@ -27,6 +27,12 @@ impl<'a> Input<'a> {
         Self { source, next: start, end, window: vec![0; WINDOW].into(), pos: 0, len: 0 }
     }
 
+    /// The file.
+    #[must_use]
+    pub const fn source(&self) -> &'a Source<'a> {
+        self.source
+    }
+
     /// Bytes at hand; at least `want` of them unless the payload ends before.
     pub fn peek(&mut self, want: usize) -> Result<&[u8], BootError> {
         if self.len - self.pos < want {
