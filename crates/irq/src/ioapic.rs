@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The I/O APIC's registers (Intel 82093AA, section 3.2) for a handful of edge-triggered pins: what a guest programs a pin
-//! with becomes a message.
+//! An I/O APIC (Intel 82093AA, section 3.2) as a pure state machine: registers, what each pin sends and when, and what the end of
+//! an interrupt at a local APIC means for it.
 //!
-//! `machine` answers accesses to its page with this, under its own lock, and routes each pin's interrupt to the message.
-//! A guest reads and writes each entry of an I/O APIC several times while it boots, so it matters how many there are:
-//! KVM's own has 24.
+//! `machine` answers accesses to its page with this, under its own lock, and sends what it is given. A guest reads and
+//! writes each entry of an I/O APIC several times while it boots, so it matters how many there are: KVM's own has 24.
+//!
+//! Lines say "asserted", whatever the wire's voltage: an entry's polarity is kept and has no effect, as with KVM's own. An
+//! 82093AA has no register for directed EOIs, and version 0x11 tells a guest so.
 
 use crate::MsiMessage;
 
@@ -19,29 +21,105 @@ const ARBITRATION: u8 = 2;
 const ENTRIES: u8 = 0x10;
 /// What the version register says in its low byte.
 const VERSION_11: u32 = 0x11;
+/// The bits of an I/O APIC's id.
+const ID_BITS: u32 = 0x0f00_0000;
 
 const MASKED: u64 = 1 << 16;
-/// Delivery status and remote IRR: the guest can't write them.
-const READ_ONLY: u64 = 1 << 12 | 1 << 14;
+const LEVEL: u64 = 1 << 15;
+const REMOTE_IRR: u64 = 1 << 14;
 const LOGICAL: u64 = 1 << 11;
+/// What of an entry's lower half a guest sets: all but delivery status and remote IRR.
+const WRITABLE_LOW: u64 = MASKED | LEVEL | 1 << 13 | LOGICAL | 0x7ff;
+/// What of its upper half: the destination.
+const WRITABLE_HIGH: u64 = 0xff << 56;
 /// Delivery mode and vector.
 const MODE_AND_VECTOR: u64 = 0x7ff;
+/// Vectors below this one are exceptions: no local APIC takes them.
+const FIRST_VECTOR: u64 = 16;
 /// Where messages go.
 const MSI_BASE: u64 = 0xfee0_0000;
+/// A message of a level: it has one, and it is asserted.
+const MSI_LEVEL: u32 = 1 << 15 | 1 << 14;
+
+/// What an entry delivers, bits 10:8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    /// Fixed and lowest priority: a vector.
+    Vector,
+    /// SMI, NMI and INIT: signals of their own, always edges.
+    Signal,
+    /// ExtINT asks a PIC for its vector, and there is none; or a reserved mode.
+    Nothing,
+}
+
+/// One entry of the redirection table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Entry(u64);
+
+impl Entry {
+    fn mode(self) -> Mode {
+        match self.0 >> 8 & 7 {
+            0 | 1 => Mode::Vector,
+            2 | 4 | 5 => Mode::Signal,
+            _ => Mode::Nothing,
+        }
+    }
+
+    const fn has(self, bit: u64) -> bool {
+        self.0 & bit != 0
+    }
+
+    const fn vector(self) -> u8 {
+        self.0 as u8
+    }
+
+    /// Whether the pin's level counts, not its edges.
+    fn is_level(self) -> bool {
+        self.has(LEVEL) && self.mode() == Mode::Vector
+    }
+
+    /// What it sends; `None` while it is masked or programmed to send what nobody takes.
+    fn message(self) -> Option<MsiMessage> {
+        let sends = match self.mode() {
+            Mode::Vector => u64::from(self.vector()) >= FIRST_VECTOR,
+            Mode::Signal => true,
+            Mode::Nothing => false,
+        };
+        if self.has(MASKED) || !sends {
+            return None;
+        }
+        let logical = if self.has(LOGICAL) { 1 << 2 } else { 0 };
+        let level = if self.is_level() { MSI_LEVEL } else { 0 };
+        let data = (self.0 & MODE_AND_VECTOR) as u32 | level;
+        Some(MsiMessage { address: MSI_BASE | (self.0 >> 56) << 12 | logical, data })
+    }
+}
+
+/// What a write changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Written {
+    /// The pin whose entry was written: what it sends and how it is triggered may be another now.
+    pub pin: Option<u8>,
+    /// What has to be sent for it at once.
+    pub send: Option<MsiMessage>,
+}
 
 /// An I/O APIC.
 #[derive(Debug)]
 pub struct IoApic {
     select: u8,
     id: u32,
-    entries: Vec<u64>,
+    entries: Vec<Entry>,
+    /// Which lines are asserted.
+    asserted: Vec<bool>,
 }
 
 impl IoApic {
-    /// As after a reset, with 1 to 240 pins, all masked.
+    /// As after a reset, with 1 to 120 pins, all masked; more have no register numbers.
     #[must_use]
     pub fn new(pins: u8) -> Self {
-        Self { select: 0, id: 0, entries: vec![MASKED; usize::from(pins.clamp(1, 240))] }
+        let pins = usize::from(pins.clamp(1, 120));
+        Self { select: 0, id: 0, entries: vec![Entry(MASKED); pins], asserted: vec![false; pins] }
     }
 
     /// Number of pins.
@@ -63,28 +141,86 @@ impl IoApic {
         }
     }
 
-    /// Writes at byte `offset` of the page; gives the pin whose message may be another now.
-    pub fn write(&mut self, offset: u64, data: &[u8]) -> Option<u8> {
+    /// Writes at byte `offset` of the page.
+    pub fn write(&mut self, offset: u64, data: &[u8]) -> Written {
         let mut word = [0; 4];
         for (out, byte) in word.iter_mut().zip(data) {
             *out = *byte;
         }
         match offset {
-            SELECT => {
-                self.select = word[0];
-                None
+            SELECT => self.select = word[0],
+            WINDOW => return self.set_register(u32::from_le_bytes(word)),
+            _ => {}
+        }
+        Written::default()
+    }
+
+    /// What `pin` sends; `None` while it is masked, or programmed to send nothing that anybody would take.
+    #[must_use]
+    pub fn message(&self, pin: u8) -> Option<MsiMessage> {
+        self.entries.get(usize::from(pin))?.message()
+    }
+
+    /// Whether the level of `pin` counts, masked or not: then [`IoApic::set_line`] says when to send, else each edge sends.
+    #[must_use]
+    pub fn is_level(&self, pin: u8) -> bool {
+        self.entries.get(usize::from(pin)).is_some_and(|entry| entry.is_level())
+    }
+
+    /// What the level of `pin` sends or, if it is masked, would send.
+    #[must_use]
+    pub fn level_message(&self, pin: u8) -> Option<MsiMessage> {
+        let entry = self.entries.get(usize::from(pin)).filter(|entry| entry.is_level())?;
+        Entry(entry.0 & !MASKED).message()
+    }
+
+    /// The line of `pin` is asserted from now on, or no longer; gives what has to be sent for it. An edge is sent if the line
+    /// was not asserted before; one at a masked pin is forgotten (3.2.4), while a level waits for its mask.
+    pub fn set_line(&mut self, pin: u8, asserted: bool) -> Option<MsiMessage> {
+        let index = usize::from(pin);
+        let line = self.asserted.get_mut(index)?;
+        let edge = asserted && !*line;
+        *line = asserted;
+        let entry = *self.entries.get(index)?;
+        if entry.is_level() { self.service(index) } else { entry.message().filter(|_| edge) }
+    }
+
+    /// A local APIC ended the interrupt of `vector`: every level pin that waited for it may send again. Gives each such pin,
+    /// and what it has to send if its line still asserts, to `each`. A source that has to be asked for its level is to be
+    /// asked before, through [`IoApic::waiting`].
+    pub fn end(&mut self, vector: u8, mut each: impl FnMut(u8, Option<MsiMessage>)) {
+        for index in 0..self.entries.len() {
+            let Some(entry) = self.entries.get_mut(index) else { break };
+            if entry.is_level() && entry.has(REMOTE_IRR) && entry.vector() == vector {
+                entry.0 &= !REMOTE_IRR;
+                each(index as u8, self.service(index));
             }
-            WINDOW => self.set_register(u32::from_le_bytes(word)),
-            _ => None,
         }
     }
 
-    /// What `pin` sends; `None` while it is masked.
-    #[must_use]
-    pub fn message(&self, pin: u8) -> Option<MsiMessage> {
-        let entry = *self.entries.get(usize::from(pin)).filter(|entry| **entry & MASKED == 0)?;
-        let logical = if entry & LOGICAL != 0 { 1 << 2 } else { 0 };
-        Some(MsiMessage { address: MSI_BASE | (entry >> 56) << 12 | logical, data: (entry & MODE_AND_VECTOR) as u32 })
+    /// The pins whose interrupt of `vector` a local APIC has taken and not ended.
+    pub fn waiting(&self, vector: u8) -> impl Iterator<Item = u8> {
+        let waits = move |entry: &Entry| entry.is_level() && entry.has(REMOTE_IRR) && entry.vector() == vector;
+        (0u8..).zip(&self.entries).filter(move |(_, entry)| waits(entry)).map(|(pin, _)| pin)
+    }
+
+    /// No local APIC took what `pin` sent last: it waits for no end, and is sent again when its line or its entry changes.
+    pub fn refused(&mut self, pin: u8) {
+        if let Some(entry) = self.entries.get_mut(usize::from(pin)) {
+            entry.0 &= !REMOTE_IRR;
+        }
+    }
+
+    /// Sends the level of a pin if there is one to send and the last one has ended.
+    fn service(&mut self, index: usize) -> Option<MsiMessage> {
+        let asserted = *self.asserted.get(index)?;
+        let entry = self.entries.get_mut(index)?;
+        if !asserted || !entry.is_level() || entry.has(REMOTE_IRR) {
+            return None;
+        }
+        let message = entry.message()?;
+        entry.0 |= REMOTE_IRR;
+        Some(message)
     }
 
     /// The selected entry and whether its upper half is meant.
@@ -96,92 +232,32 @@ impl IoApic {
     fn register(&self) -> u32 {
         match (self.select, self.entry()) {
             (_, Some((index, high))) => {
-                let entry = self.entries.get(index).copied().unwrap_or(MASKED);
+                let entry = self.entries.get(index).map_or(MASKED, |entry| entry.0);
                 (if high { entry >> 32 } else { entry }) as u32
             }
+            // The arbitration id is loaded whenever the id is written (3.2.3).
             (ID | ARBITRATION, _) => self.id,
             (VERSION, _) => VERSION_11 | (u32::from(self.pins()) - 1) << 16,
             _ => 0,
         }
     }
 
-    fn set_register(&mut self, value: u32) -> Option<u8> {
+    fn set_register(&mut self, value: u32) -> Written {
         if self.select == ID {
-            self.id = value & 0x0f00_0000;
-            return None;
+            self.id = value & ID_BITS;
+            return Written::default();
         }
-        let (index, high) = self.entry()?;
-        let entry = self.entries.get_mut(index)?;
-        *entry = if high {
-            (*entry & 0xffff_ffff) | u64::from(value) << 32
+        let Some((index, high)) = self.entry() else { return Written::default() };
+        let Some(entry) = self.entries.get_mut(index) else { return Written::default() };
+        if high {
+            entry.0 = (entry.0 & !WRITABLE_HIGH & !(0xffff_ffff << 32)) | (u64::from(value) << 32 & WRITABLE_HIGH);
         } else {
-            (*entry & !0xffff_ffff) | (u64::from(value) & !READ_ONLY & 0x1_ffff)
-        };
-        Some(index as u8)
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    fn get(apic: &mut IoApic, register: u8) -> u32 {
-        assert_eq!(apic.write(SELECT, &u32::from(register).to_le_bytes()), None);
-        let mut word = [0xff; 4];
-        apic.read(WINDOW, &mut word);
-        u32::from_le_bytes(word)
-    }
-
-    fn set(apic: &mut IoApic, register: u8, value: u32) -> Option<u8> {
-        apic.write(SELECT, &u32::from(register).to_le_bytes());
-        apic.write(WINDOW, &value.to_le_bytes())
-    }
-
-    #[test]
-    fn it_says_what_it_is() {
-        let mut apic = IoApic::new(5);
-        assert_eq!(get(&mut apic, 1), 4 << 16 | 0x11);
-        assert_eq!(get(&mut apic, 0), 0);
-        set(&mut apic, 0, 0xffff_ffff);
-        assert_eq!(get(&mut apic, 0), 0x0f00_0000);
-        for pin in 0..5 {
-            assert_eq!((get(&mut apic, 0x10 + 2 * pin), apic.message(pin)), (1 << 16, None));
-        }
-        assert_eq!(get(&mut apic, 0x10 + 2 * 5), 0, "no sixth pin");
-        assert_eq!(set(&mut apic, 0x10 + 2 * 5, 0x31), None);
-    }
-
-    #[test]
-    fn an_entry_becomes_a_message() {
-        let mut apic = IoApic::new(2);
-        assert_eq!(set(&mut apic, 0x13, 3 << 24), Some(1));
-        assert_eq!(apic.message(1), None, "still masked");
-        assert_eq!(set(&mut apic, 0x12, 0x0000_0831), Some(1));
-        assert_eq!(apic.message(1), Some(MsiMessage { address: 0xfee0_3004, data: 0x31 }));
-        assert_eq!(set(&mut apic, 0x12, 0x0000_f131), Some(1));
-        assert_eq!(get(&mut apic, 0x12), 0xa131, "status bits are not the guest's");
-        assert_eq!(apic.message(1), Some(MsiMessage { address: 0xfee0_3000, data: 0x131 }));
-        assert_eq!(set(&mut apic, 0x12, 0x0001_0031), Some(1));
-        assert_eq!(apic.message(1), None);
-        assert_eq!(apic.message(0), None);
-        assert_eq!(apic.message(7), None);
-    }
-
-    #[test]
-    fn odd_accesses_do_nothing_odd() {
-        let mut apic = IoApic::new(240);
-        assert_eq!(apic.pins(), 240);
-        for select in 0..=255u8 {
-            for offset in [0, 1, 4, 0x10, 0x14, 0x20, 0x40, 0xfff] {
-                for len in [0, 1, 2, 4, 8] {
-                    let mut data = [0xa5u8; 8];
-                    apic.write(SELECT, &[select]);
-                    apic.write(offset, &data[..len]);
-                    apic.read(offset, &mut data[..len]);
-                }
+            entry.0 = (entry.0 & !WRITABLE_LOW) | (u64::from(value) & WRITABLE_LOW);
+            // Nothing but a level waits for its end; guests switch to edges and back to get out of a wait.
+            if !entry.is_level() {
+                entry.0 &= !REMOTE_IRR;
             }
         }
-        assert_eq!(IoApic::new(0).pins(), 1);
+        Written { pin: Some(index as u8), send: self.service(index) }
     }
 }

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #![forbid(unsafe_code)]
-//! Interrupts as seen by devices: lines, messages and the I/O APIC's registers, with no ioctl and no thread.
+//! Interrupts as seen by devices: lines, messages, the I/O APIC and the paravirtual controller, with no ioctl and no thread.
 //!
 //! Devices in `pci` and `virtio` hold these traits; `machine` answers them with KVM's irqfds, `testkit` with recorders.
 
 mod ioapic;
+mod sync;
+pub mod vioapic;
 
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-pub use ioapic::IoApic;
+pub use ioapic::{IoApic, Written};
+pub use vioapic::Vioapic;
 
 /// A message-signalled interrupt as the guest programs it (PCI 3.0, 6.8.1): an upper and lower address and data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -63,8 +66,13 @@ pub trait MsiSink: Send + Sync {
     fn vectors(&self, count: u16) -> io::Result<Vec<Arc<dyn MsiVector>>>;
 }
 
-/// An interrupt input of the guest's IOAPIC or PIC.
+/// An interrupt input of the guest's interrupt controller. Where the guest made it level-triggered, the first event asserts
+/// it, and it stays asserted until it is released.
 pub trait IrqLine: Send + Sync {
-    /// Signals one edge.
+    /// Something happened. Called from any thread, without waiting.
     fn pulse(&self);
+
+    /// Nothing is outstanding any more, as far as the caller saw; `still` looks again, after the line has gone down, so that
+    /// an event at the same moment is not lost. Nothing to do where only edges count.
+    fn release(&self, _still: &dyn Fn() -> bool) {}
 }

@@ -9,7 +9,7 @@ use base::{EventFd, Gpa, Gsi, Hva};
 use kvm_bindings::{
     KVM_API_VERSION, KVM_CAP_COALESCED_PIO, KVM_CAP_HALT_POLL, KVM_CAP_SPLIT_IRQCHIP, KVM_CAP_X86_DISABLE_EXITS,
     KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
-    KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, KvmIrqRouting, kvm_enable_cap, kvm_irq_routing_entry,
+    KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, KvmIrqRouting, kvm_enable_cap, kvm_irq_routing_entry, kvm_msi,
     kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, IoEventAddress, NoDatamatch, VmFd};
@@ -146,8 +146,8 @@ impl Vm {
         self.fd.create_irq_chip().map_err(call("KVM_CREATE_IRQCHIP"))
     }
 
-    /// LAPICs in the kernel, and nothing else: PIC and I/O APIC are the monitor's, which may have up to `pins` pins. `false`
-    /// where KVM can't do that.
+    /// LAPICs in the kernel, and nothing else: PIC and I/O APIC are the monitor's. The end of a level-triggered interrupt that
+    /// is routed from one of the first `pins` numbers leaves to the monitor. `false` where KVM can't do that.
     ///
     /// # Errors
     /// [`KvmError::Call`].
@@ -257,6 +257,16 @@ impl Vm {
     /// [`KvmError::Call`] when it was not there.
     pub fn remove_irqfd(&self, fd: &EventFd, gsi: Gsi) -> Result<(), KvmError> {
         self.fd.unregister_irqfd(fd, gsi.0).map_err(call("KVM_IRQFD"))
+    }
+
+    /// Sends a message interrupt now; whether some local APIC took it.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn signal_msi(&self, address: u64, data: u32) -> Result<bool, KvmError> {
+        let (address_lo, address_hi) = (address as u32, (address >> 32) as u32);
+        let msi = kvm_msi { address_lo, address_hi, data, ..Default::default() };
+        self.fd.signal_msi(msi).map(|taken| taken > 0).map_err(call("KVM_SIGNAL_MSI"))
     }
 
     /// Replaces the whole interrupt routing table.

@@ -20,8 +20,10 @@ use crate::console::ConsoleIo;
 use crate::control::Control;
 use crate::dispatch::Dispatch;
 use crate::error::{Error, host};
+use crate::ioapic::IoApicHost;
 use crate::layout;
 use crate::legacy::{AcpiPorts, Coalesced, DebugExit, SerialPort};
+use crate::lines::Lines;
 use crate::mmio_host::{announce, last_gsi};
 use crate::msi::KvmMsi;
 use crate::registry::Registry;
@@ -70,6 +72,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     }
     let pins = irqchip(spec, &vm)?;
     let routes = KvmMsi::new(vm.clone(), pins);
+    let ioapic = pins.map(|pins| Arc::new(IoApicHost::new(pins, &routes)));
     timeline.note("virtual machine and its memory");
 
     let control = Arc::new(Control::new().map_err(host("make an eventfd"))?);
@@ -77,7 +80,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let button = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?);
     vm.add_irqfd(&button, layout::ACPI_EVENT_GSI)?;
     let mut serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
-    let mut bus = Bus::new(spec.transport, &vm, &ram, &routes);
+    let mut bus = Bus::new(spec.transport, &ram, &routes, Lines::new(&vm, ioapic.clone()));
     let registry = Registry::populate(spec, &mut bus, io, remote)?;
     // `kernel` is the machine without either of what a split one does for fewer exits, so that one can be seen beside the other.
     if spec.irqchip == spec::Irqchip::Split {
@@ -106,10 +109,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     }
     timeline.note("vCPUs");
     let dispatch = Dispatch::new(control, timeline.clone(), serial, bus).with_debug_exit(debug_exit);
-    let dispatch = Arc::new(match pins {
-        Some(pins) => dispatch.with_ioapic(pins, &routes),
-        None => dispatch,
-    });
+    let dispatch = Arc::new(dispatch.with_ioapic(ioapic));
     Ok(Built { vm, ram, vcpus, dispatch, registry, timer, button })
 }
 
@@ -121,7 +121,8 @@ fn irqchip(spec: &spec::Vm, vm: &Vm) -> Result<Option<u8>, Error> {
     let mmio = if spec.transport == spec::Transport::Mmio { last_gsi(devices) } else { None };
     let last = serial.into_iter().chain(mmio).map(|gsi| gsi.0).max().unwrap_or(0).max(layout::ACPI_EVENT_GSI.0);
     let pins = last as u8 + 1;
-    if spec.irqchip == spec::Irqchip::Split && vm.split_irqchip(pins)? {
+    let watched = layout::FIRST_WATCH_GSI as u8 + pins;
+    if spec.irqchip == spec::Irqchip::Split && vm.split_irqchip(watched)? {
         return Ok(Some(pins));
     }
     vm.create_irqchip()?;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use base::Gpa;
 use base::news::News;
 use boot::Ecam;
-use kvm::{IoAddress, Vm};
+use kvm::IoAddress;
 use mem::GuestRam;
 use spec::Transport;
 use virtio::VirtioDevice;
@@ -16,6 +16,7 @@ use virtio::transport::pci::VirtioPci;
 use crate::error::Error;
 use crate::layout::ECAM;
 use crate::ledger::Party;
+use crate::lines::Lines;
 use crate::mmio_host::{MmioHost, Registers};
 use crate::msi::KvmMsi;
 use crate::pci_host::PciHost;
@@ -56,12 +57,12 @@ impl Function {
 }
 
 impl Bus {
-    /// Without devices. Messages go through `routes`.
+    /// Without devices. Messages go through `routes`, other interrupts through `lines`.
     #[must_use]
-    pub fn new(transport: Transport, vm: &Vm, ram: &GuestRam, routes: &KvmMsi) -> Self {
+    pub fn new(transport: Transport, ram: &GuestRam, routes: &KvmMsi, lines: Lines) -> Self {
         match transport {
-            Transport::Pci => Self::Pci(PciHost::new(vm, ram, routes)),
-            Transport::Mmio => Self::Mmio(MmioHost::new(vm, ram)),
+            Transport::Pci => Self::Pci(PciHost::new(routes.vm(), ram, routes)),
+            Transport::Mmio => Self::Mmio(MmioHost::new(routes.vm(), ram, lines)),
         }
     }
 

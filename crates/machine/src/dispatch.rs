@@ -4,17 +4,15 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use irq::IoApic;
-
 use crate::bus::Bus;
 use crate::control::Control;
+use crate::ioapic::IoApicHost;
 use crate::layout::{ACPI_PORT, IOAPIC, PVPANIC_PORT, SERIAL_PORT};
 use crate::ledger::{Party, Reason};
 use crate::legacy::{
     AcpiPorts, Ask, DebugExit, I8042_COMMAND, I8042_DATA, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED,
     SerialPort,
 };
-use crate::msi::KvmMsi;
 use crate::timeline::{BOOT_PORT, DEBUG_PORT, Timeline};
 
 /// Everything a vCPU thread needs to answer an exit.
@@ -22,7 +20,7 @@ pub struct Dispatch {
     control: Arc<Control>,
     timeline: Arc<Timeline>,
     serial: Option<Mutex<SerialPort>>,
-    ioapic: Option<(Mutex<IoApic>, KvmMsi)>,
+    ioapic: Option<Arc<IoApicHost>>,
     debug_exit: Option<DebugExit>,
     bus: Bus,
 }
@@ -40,10 +38,10 @@ impl Dispatch {
         Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, debug_exit: None, bus }
     }
 
-    /// With an I/O APIC of `pins` pins, whose messages go to `routes`.
+    /// With an I/O APIC of our own.
     #[must_use]
-    pub fn with_ioapic(mut self, pins: u8, routes: &KvmMsi) -> Self {
-        self.ioapic = Some((Mutex::new(IoApic::new(pins)), routes.clone()));
+    pub fn with_ioapic(mut self, ioapic: Option<Arc<IoApicHost>>) -> Self {
+        self.ioapic = ioapic;
         self
     }
 
@@ -149,27 +147,32 @@ impl Dispatch {
         (Reason::MmioWrite, party, Ask::Nothing)
     }
 
+    /// A local APIC ended the level-triggered interrupt of `vector`.
+    pub fn interrupt_ended(&self, vector: u8) -> Answered {
+        if let Some(ioapic) = &self.ioapic {
+            ioapic.end(vector);
+        }
+        (Reason::Eoi, Party::IoApic, Ask::Nothing)
+    }
+
+    fn ioapic_at(&self, at: u64) -> Option<(&IoApicHost, u64)> {
+        let offset = at.checked_sub(IOAPIC.0.0).filter(|offset| *offset < IOAPIC.1)?;
+        Some((self.ioapic.as_ref()?, offset))
+    }
+
     fn ioapic_read(&self, at: u64, data: &mut [u8]) -> Option<Party> {
-        let (ioapic, _) = self.ioapic.as_ref().filter(|_| is_ioapic(at))?;
-        lock(ioapic).read(at - IOAPIC.0.0, data);
+        let (ioapic, offset) = self.ioapic_at(at)?;
+        ioapic.read(offset, data);
         Some(Party::IoApic)
     }
 
     fn ioapic_write(&self, at: u64, data: &[u8]) -> Option<Party> {
-        let (ioapic, routes) = self.ioapic.as_ref().filter(|_| is_ioapic(at))?;
-        // The lock spans the route so that two vCPUs can't install theirs in the wrong order.
-        let mut ioapic = lock(ioapic);
-        if let Some(pin) = ioapic.write(at - IOAPIC.0.0, data) {
-            routes.route_pin(pin, ioapic.message(pin));
-        }
+        let (ioapic, offset) = self.ioapic_at(at)?;
+        ioapic.write(offset, data);
         Some(Party::IoApic)
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn is_ioapic(at: u64) -> bool {
-    (IOAPIC.0.0..IOAPIC.0.0 + IOAPIC.1).contains(&at)
 }

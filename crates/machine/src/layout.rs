@@ -40,5 +40,8 @@ pub const ACPI_PORT: u16 = 0x600;
 pub const ACPI_EVENT_GSI: Gsi = Gsi(5);
 /// The I/O APIC's page.
 pub const IOAPIC: (Gpa, u64) = (Gpa(0xfec0_0000), 0x1000);
-/// First interrupt number for messages: past the 24 pins of KVM's IOAPIC.
-pub const FIRST_MSI_GSI: u32 = 24;
+/// First of the numbers by which KVM knows that the end of an interrupt is for our own I/O APIC: one for each pin, past the 24
+/// pins that there may be.
+pub const FIRST_WATCH_GSI: u32 = 32;
+/// First interrupt number for messages: past those.
+pub const FIRST_MSI_GSI: u32 = 64;

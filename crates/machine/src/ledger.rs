@@ -73,17 +73,20 @@ pub enum Reason {
     MmioRead,
     /// An address outside RAM was written.
     MmioWrite,
+    /// The end of a level-triggered interrupt.
+    Eoi,
     /// A signal to the vCPU thread.
     Signal,
     /// Anything else.
     Other,
 }
 
-const REASONS: [(Reason, &str); 6] = [
+const REASONS: [(Reason, &str); 7] = [
     (Reason::PioRead, "pio-read"),
     (Reason::PioWrite, "pio-write"),
     (Reason::MmioRead, "mmio-read"),
     (Reason::MmioWrite, "mmio-write"),
+    (Reason::Eoi, "eoi"),
     (Reason::Signal, "signal"),
     (Reason::Other, "other"),
 ];

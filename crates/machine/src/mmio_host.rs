@@ -4,8 +4,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gpa, Gsi};
-use irq::IrqLine;
+use base::{Gpa, Gsi};
 use kvm::Vm;
 use mem::GuestRam;
 use virtio::VirtioDevice;
@@ -13,26 +12,16 @@ use virtio::transport::mmio::{NOTIFY, SIZE, VirtioMmio};
 
 use crate::error::{Error, host};
 use crate::layout::{VIRTIO_MMIO, VIRTIO_MMIO_GSIS, VIRTIO_MMIO_MOST};
+use crate::lines::Lines;
 
 /// A device at its page, under its own lock.
 pub type Registers = Arc<Mutex<VirtioMmio>>;
-
-/// A pin of the IOAPIC. Devices that share it share the eventfd, too: KVM delivers what comes through one in turn, so that
-/// no edge is lost between two.
-struct Pin(EventFd);
-
-impl IrqLine for Pin {
-    fn pulse(&self) {
-        // Only a counter at its limit refuses, and then an edge is pending anyway.
-        let _ = self.0.write(1);
-    }
-}
 
 /// The devices, page after page.
 pub struct MmioHost {
     vm: Vm,
     ram: GuestRam,
-    pins: Vec<Arc<Pin>>,
+    lines: Lines,
     devices: Vec<Registers>,
 }
 
@@ -55,8 +44,8 @@ pub fn last_gsi(count: usize) -> Option<Gsi> {
 impl MmioHost {
     /// No devices yet.
     #[must_use]
-    pub fn new(vm: &Vm, ram: &GuestRam) -> Self {
-        Self { vm: vm.clone(), ram: ram.clone(), pins: Vec::new(), devices: Vec::new() }
+    pub fn new(vm: &Vm, ram: &GuestRam, lines: Lines) -> Self {
+        Self { vm: vm.clone(), ram: ram.clone(), lines, devices: Vec::new() }
     }
 
     /// Puts `device` at the next page and gives it as it is there.
@@ -70,8 +59,8 @@ impl MmioHost {
             return Err(Error::TooMuch(what));
         }
         let (at, gsi) = place(number);
-        let pin = self.pin(number, gsi)?;
-        let device = VirtioMmio::new(device, self.ram.clone(), pin).map_err(host("give a device its eventfds"))?;
+        let line = self.lines.pin(gsi)?;
+        let device = VirtioMmio::new(device, self.ram.clone(), line).map_err(host("give a device its eventfds"))?;
         for (queue, kick) in device.kicks() {
             // Where KVM has no room, kicks reach `write` and work as well.
             let _ = self.vm.add_ioeventfd_for(kick, Gpa(at.0 + NOTIFY), queue.into());
@@ -79,18 +68,6 @@ impl MmioHost {
         let device = Arc::new(Mutex::new(device));
         self.devices.push(device.clone());
         Ok(device)
-    }
-
-    /// The pin for device `number`, new or shared.
-    fn pin(&mut self, number: usize, gsi: Gsi) -> Result<Arc<Pin>, Error> {
-        if let Some(pin) = self.pins.get(number % VIRTIO_MMIO_GSIS.len()) {
-            return Ok(pin.clone());
-        }
-        let irqfd = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?;
-        self.vm.add_irqfd(&irqfd, gsi)?;
-        let pin = Arc::new(Pin(irqfd));
-        self.pins.push(pin.clone());
-        Ok(pin)
     }
 
     /// Reads registers at `at`; `false` if none are there.

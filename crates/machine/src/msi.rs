@@ -11,7 +11,7 @@ use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gsi};
 use irq::{MsiMessage, MsiSink, MsiVector};
 use kvm::{Route, Vm};
 
-use crate::layout::FIRST_MSI_GSI;
+use crate::layout::{FIRST_MSI_GSI, FIRST_WATCH_GSI};
 
 /// Pins of the in-kernel IOAPIC, which keep their one-to-one routes.
 const IOAPIC_PINS: u32 = 24;
@@ -27,9 +27,18 @@ struct Shared {
     routes: Mutex<Routes>,
 }
 
+/// What a pin of our own I/O APIC sends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PinRoute {
+    /// What an edge sends.
+    pub message: Option<MsiMessage>,
+    /// A level's message, masked or not: KVM tells of the end of interrupts that it has a route for.
+    pub watched: Option<MsiMessage>,
+}
+
 struct Routes {
     /// What the pins of our own I/O APIC send; `None` if it is KVM's.
-    pins: Option<Vec<Option<MsiMessage>>>,
+    pins: Option<Vec<PinRoute>>,
     /// One slot per number given out, from `FIRST_MSI_GSI` on.
     messages: Vec<Option<MsiMessage>>,
 }
@@ -37,17 +46,21 @@ struct Routes {
 impl Routes {
     /// The table as KVM wants it.
     fn table(&self) -> Vec<Route> {
-        let msi = |first: u32, messages: &[Option<MsiMessage>]| -> Vec<Route> {
-            let route = |(gsi, m): (u32, &Option<MsiMessage>)| {
+        fn add(out: &mut Vec<Route>, first: u32, messages: impl Iterator<Item = Option<MsiMessage>>) {
+            let route = |(gsi, m): (u32, Option<MsiMessage>)| {
                 m.map(|m| Route::Msi { gsi: Gsi(gsi), address: m.address, data: m.data })
             };
-            (first..).zip(messages).filter_map(route).collect()
-        };
-        let mut out = match &self.pins {
-            Some(pins) => msi(0, pins),
-            None => (0..IOAPIC_PINS).map(|n| Route::Pin { gsi: Gsi(n) }).collect(),
-        };
-        out.extend(msi(FIRST_MSI_GSI, &self.messages));
+            out.extend((first..).zip(messages).filter_map(route));
+        }
+        let mut out = Vec::new();
+        match &self.pins {
+            Some(pins) => {
+                add(&mut out, 0, pins.iter().map(|pin| pin.message));
+                add(&mut out, FIRST_WATCH_GSI, pins.iter().map(|pin| pin.watched));
+            }
+            None => out.extend((0..IOAPIC_PINS).map(|n| Route::Pin { gsi: Gsi(n) })),
+        }
+        add(&mut out, FIRST_MSI_GSI, self.messages.iter().copied());
         out
     }
 }
@@ -62,19 +75,25 @@ struct Vector {
 }
 
 impl KvmMsi {
+    /// The machine whose routes they are.
+    #[must_use]
+    pub fn vm(&self) -> &Vm {
+        &self.shared.vm
+    }
+
     /// Routes for `vm`, pins only so far: those of our own I/O APIC, or KVM's.
     #[must_use]
     pub fn new(vm: Vm, own_pins: Option<u8>) -> Self {
-        let pins = own_pins.map(|pins| vec![None; usize::from(pins)]);
+        let pins = own_pins.map(|pins| vec![PinRoute::default(); usize::from(pins)]);
         Self { shared: Arc::new(Shared { vm, routes: Mutex::new(Routes { pins, messages: Vec::new() }) }) }
     }
 
-    /// A pin of our own I/O APIC sends `message` from now on.
-    pub fn route_pin(&self, pin: u8, message: Option<MsiMessage>) {
+    /// A pin of our own I/O APIC sends what `route` says from now on.
+    pub fn route_pin(&self, pin: u8, route: PinRoute) {
         let mut routes = self.shared.routes.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(slot) = routes.pins.as_mut().and_then(|pins| pins.get_mut(usize::from(pin))) else { return };
-        if *slot != message {
-            *slot = message;
+        if *slot != route {
+            *slot = route;
             // The table is no longer than the one before it was; the guest can't be told of a failure.
             let _ = self.shared.vm.set_routes(&routes.table());
         }

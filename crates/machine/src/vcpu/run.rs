@@ -138,6 +138,7 @@ fn step<const COUNT: bool>(id: u8, vcpu: &mut Vcpu, dispatch: &Dispatch, counter
         Ok(Exit::IoOut(port, data)) => (port.into(), dispatch.port_write(port, data)),
         Ok(Exit::MmioRead(at, data)) => (at, dispatch.mmio_read(at, data)),
         Ok(Exit::MmioWrite(at, data)) => (at, dispatch.mmio_write(at, data)),
+        Ok(Exit::IoapicEoi(vector)) => (vector.into(), dispatch.interrupt_ended(vector)),
         Ok(Exit::Intr) => (0, (Reason::Signal, Party::Kvm, Ask::Nothing)),
         Ok(other) => {
             let what = fatal(&other);

@@ -50,6 +50,13 @@ impl Line {
         self.status.fetch_or(why, Ordering::AcqRel);
         self.line.pulse();
     }
+
+    /// The driver has seen `why`.
+    fn acknowledge(&self, why: u32) {
+        if self.status.fetch_and(!why, Ordering::AcqRel) & !why == 0 {
+            self.line.release(&|| self.status.load(Ordering::Acquire) != 0);
+        }
+    }
 }
 
 impl Interrupt for Line {
@@ -158,9 +165,7 @@ impl VirtioMmio {
                     self.core.kick(index);
                 }
             }
-            0x064 => {
-                self.line.status.fetch_and(!value, Ordering::AcqRel);
-            }
+            0x064 => self.line.acknowledge(value),
             0x070 if value == 0 => self.reset(),
             // Bits past the byte mean nothing, and no reset.
             0x070 if value & 0xff != 0 => self.core.set_status(value as u8),
@@ -174,7 +179,7 @@ impl VirtioMmio {
     /// Back to the state after power-on, which is what a driver's reset does, too.
     pub fn reset(&mut self) {
         self.core.reset();
-        self.line.status.store(0, Ordering::Release);
+        self.line.acknowledge(u32::MAX);
         (self.device_features, self.driver_features, self.queue) = (0, 0, 0);
     }
 }
