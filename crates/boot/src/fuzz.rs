@@ -21,6 +21,7 @@ pub fn fuzz_kernel(ram: &GuestRam, bytes: &[u8]) {
         pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
         pci_ports: Some((0x1000, 0xffff)),
         virtio_mmio: Vec::new(),
+        vioapic: None,
         serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
         pvpanic_port: Some(0x505),
         pm: PmPorts { sleep_control: 0x600, sleep_status: 0x601, reset: 0x602, reset_value: 1, button: Gsi(5) },

@@ -26,6 +26,8 @@ pub struct Platform {
     pub pci_ports: Option<(u16, u16)>,
     /// Virtio devices that are no PCI functions, in the order the guest should find them.
     pub virtio_mmio: Vec<VirtioMmio>,
+    /// The paravirtual interrupt controller's pages (docs/vioapic.md): first byte, below 4 GiB, and length.
+    pub vioapic: Option<(Gpa, u32)>,
     /// A 16550 with eight ports, edge triggered.
     pub serial: Option<Serial>,
     /// The port of a pvpanic device, one byte.
@@ -164,6 +166,7 @@ impl Platform {
             }
             taken.push((device.at.0, len));
         }
+        taken.extend(self.vioapic.map(|(at, len)| (at.0, u64::from(len))));
         taken.retain(|(_, len)| *len > 0);
         taken.sort_unstable();
         if let Some(w) = taken.windows(2).find(|w| w[0].0 + w[0].1 > w[1].0) {
@@ -189,6 +192,7 @@ pub(crate) mod tests {
             pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
             pci_ports: Some((0x1000, 0xffff)),
             virtio_mmio: Vec::new(),
+            vioapic: None,
             serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
             pvpanic_port: Some(0x505),
             pm: PmPorts { sleep_control: 0x600, sleep_status: 0x601, reset: 0x602, reset_value: 1, button: Gsi(5) },

@@ -186,8 +186,7 @@ impl IoApic {
     }
 
     /// A local APIC ended the interrupt of `vector`: every level pin that waited for it may send again. Gives each such pin,
-    /// and what it has to send if its line still asserts, to `each`. A source that has to be asked for its level is to be
-    /// asked before, through [`IoApic::waiting`].
+    /// and what it has to send if its line is asserted still, to `each`.
     pub fn end(&mut self, vector: u8, mut each: impl FnMut(u8, Option<MsiMessage>)) {
         for index in 0..self.entries.len() {
             let Some(entry) = self.entries.get_mut(index) else { break };
@@ -196,12 +195,6 @@ impl IoApic {
                 each(index as u8, self.service(index));
             }
         }
-    }
-
-    /// The pins whose interrupt of `vector` a local APIC has taken and not ended.
-    pub fn waiting(&self, vector: u8) -> impl Iterator<Item = u8> {
-        let waits = move |entry: &Entry| entry.is_level() && entry.has(REMOTE_IRR) && entry.vector() == vector;
-        (0u8..).zip(&self.entries).filter(move |(_, entry)| waits(entry)).map(|(pin, _)| pin)
     }
 
     /// No local APIC took what `pin` sent last: it waits for no end, and is sent again when its line or its entry changes.

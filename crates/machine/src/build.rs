@@ -6,8 +6,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gpa};
+use base::Gpa;
 use boot::{Platform, Serial, Source};
+use irq::IrqLine;
 use kvm::{
     CpuidEntry, KVM_X86_DISABLE_EXITS_CSTATE, KVM_X86_DISABLE_EXITS_HLT, KVM_X86_DISABLE_EXITS_MWAIT,
     KVM_X86_DISABLE_EXITS_PAUSE, Kvm, Vcpu, Vm,
@@ -34,6 +35,7 @@ use crate::vcpu::features::Given;
 use crate::vcpu::host::monitor_leaf;
 use crate::vcpu::topology::Topology;
 use crate::vcpu::{cpuid, setup};
+use crate::vioapic::VioapicHost;
 
 /// A VM that is ready to run.
 pub struct Built {
@@ -49,8 +51,8 @@ pub struct Built {
     pub registry: Registry,
     /// Fires when half a line of serial output has waited long enough.
     pub timer: Arc<Timer>,
-    /// The guest's power button: one write, one press.
-    pub button: Arc<EventFd>,
+    /// The guest's power button: one edge, one press.
+    pub button: Arc<dyn IrqLine>,
 }
 
 /// Builds the VM that `spec` describes; with `remote` so that it can be asked for changes. Its steps go to `timeline`.
@@ -77,10 +79,14 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
 
     let control = Arc::new(Control::new().map_err(host("make an eventfd"))?);
     let timer = Arc::new(Timer::new().map_err(host("make a timer"))?);
-    let button = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?);
-    vm.add_irqfd(&button, layout::ACPI_EVENT_GSI)?;
-    let mut serial = if spec.console == Console::Serial { Some(serial(&vm, io, timer.clone())?) } else { None };
-    let mut bus = Bus::new(spec.transport, &ram, &routes, Lines::new(&vm, ioapic.clone()));
+    let vioapic = spec.vioapic.map(|mode| VioapicHost::new(&vm, mode)).transpose()?.map(Arc::new);
+    let mut lines = Lines::new(&vm, ioapic.clone(), vioapic.clone());
+    let button = lines.edge(layout::ACPI_EVENT_GSI)?;
+    let mut serial = None;
+    if spec.console == Console::Serial {
+        serial = Some(SerialPort::new(lines.edge(layout::SERIAL_GSI)?, io.output.clone(), timer.clone()));
+    }
+    let mut bus = Bus::new(spec.transport, &ram, &routes, lines);
     let registry = Registry::populate(spec, &mut bus, io, remote)?;
     // `kernel` is the machine without either of what a split one does for fewer exits, so that one can be seen beside the other.
     if spec.irqchip == spec::Irqchip::Split {
@@ -109,7 +115,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     }
     timeline.note("vCPUs");
     let dispatch = Dispatch::new(control, timeline.clone(), serial, bus).with_debug_exit(debug_exit);
-    let dispatch = Arc::new(dispatch.with_ioapic(ioapic));
+    let dispatch = Arc::new(dispatch.with_ioapic(ioapic).with_vioapic(vioapic));
     Ok(Built { vm, ram, vcpus, dispatch, registry, timer, button })
 }
 
@@ -121,8 +127,7 @@ fn irqchip(spec: &spec::Vm, vm: &Vm) -> Result<Option<u8>, Error> {
     let mmio = if spec.transport == spec::Transport::Mmio { last_gsi(devices) } else { None };
     let last = serial.into_iter().chain(mmio).map(|gsi| gsi.0).max().unwrap_or(0).max(layout::ACPI_EVENT_GSI.0);
     let pins = last as u8 + 1;
-    let watched = layout::FIRST_WATCH_GSI as u8 + pins;
-    if spec.irqchip == spec::Irqchip::Split && vm.split_irqchip(watched)? {
+    if spec.irqchip == spec::Irqchip::Split && vm.split_irqchip(pins)? {
         return Ok(Some(pins));
     }
     vm.create_irqchip()?;
@@ -244,12 +249,6 @@ fn host_memory() -> Option<u64> {
     Some((field("MemTotal:")? + field("SwapTotal:").unwrap_or(0)) << 10)
 }
 
-fn serial(vm: &Vm, io: &ConsoleIo, timer: Arc<Timer>) -> Result<SerialPort, Error> {
-    let line = Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?);
-    vm.add_irqfd(&line, layout::SERIAL_GSI)?;
-    Ok(SerialPort::new(line, io.output.clone(), timer))
-}
-
 /// Puts kernel, initrd, command line and tables into guest memory.
 fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Result<boot::Entry, Error> {
     let serial = Serial { port: layout::SERIAL_PORT, gsi: layout::SERIAL_GSI };
@@ -264,6 +263,7 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
         pci_window64: (Gpa(high_end.next_multiple_of(1 << 30)), layout::PCI_WINDOW_HIGH),
         pci_ports: Some(layout::PCI_PORTS),
         virtio_mmio: bus.virtio_mmio(),
+        vioapic: spec.vioapic.map(|_| (layout::VIOAPIC.0, layout::VIOAPIC.1 as u32)),
         serial: (spec.console == Console::Serial).then_some(serial),
         pvpanic_port: Some(layout::PVPANIC_PORT),
         pm: AcpiPorts::describe(layout::ACPI_PORT, layout::ACPI_EVENT_GSI),

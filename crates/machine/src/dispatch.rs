@@ -14,6 +14,7 @@ use crate::legacy::{
     SerialPort,
 };
 use crate::timeline::{BOOT_PORT, DEBUG_PORT, Timeline};
+use crate::vioapic::VioapicHost;
 
 /// Everything a vCPU thread needs to answer an exit.
 pub struct Dispatch {
@@ -21,6 +22,7 @@ pub struct Dispatch {
     timeline: Arc<Timeline>,
     serial: Option<Mutex<SerialPort>>,
     ioapic: Option<Arc<IoApicHost>>,
+    vioapic: Option<Arc<VioapicHost>>,
     debug_exit: Option<DebugExit>,
     bus: Bus,
 }
@@ -35,7 +37,7 @@ impl Dispatch {
     /// Puts the parts together.
     #[must_use]
     pub fn new(control: Arc<Control>, timeline: Arc<Timeline>, serial: Option<SerialPort>, bus: Bus) -> Self {
-        Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, debug_exit: None, bus }
+        Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, vioapic: None, debug_exit: None, bus }
     }
 
     /// With an I/O APIC of our own.
@@ -43,6 +45,19 @@ impl Dispatch {
     pub fn with_ioapic(mut self, ioapic: Option<Arc<IoApicHost>>) -> Self {
         self.ioapic = ioapic;
         self
+    }
+
+    /// With a paravirtual interrupt controller.
+    #[must_use]
+    pub fn with_vioapic(mut self, vioapic: Option<Arc<VioapicHost>>) -> Self {
+        self.vioapic = vioapic;
+        self
+    }
+
+    /// The paravirtual interrupt controller, if there is one.
+    #[must_use]
+    pub fn vioapic(&self) -> Option<&VioapicHost> {
+        self.vioapic.as_deref()
     }
 
     /// With a port that ends the machine.
@@ -134,7 +149,9 @@ impl Dispatch {
 
     /// Answers a read outside RAM.
     pub fn mmio_read(&self, at: u64, data: &mut [u8]) -> Answered {
-        let party = self.ioapic_read(at, data).or_else(|| self.bus.read(at, data)).unwrap_or_else(|| {
+        let vioapic = |data: &mut [u8]| self.vioapic.as_ref()?.read(at, data).then_some(Party::Vioapic);
+        let party = self.ioapic_read(at, data).or_else(|| vioapic(data)).or_else(|| self.bus.read(at, data));
+        let party = party.unwrap_or_else(|| {
             data.fill(0xff);
             Party::Nobody
         });
@@ -143,8 +160,9 @@ impl Dispatch {
 
     /// Answers a write outside RAM.
     pub fn mmio_write(&self, at: u64, data: &[u8]) -> Answered {
-        let party = self.ioapic_write(at, data).or_else(|| self.bus.write(at, data)).unwrap_or(Party::Nobody);
-        (Reason::MmioWrite, party, Ask::Nothing)
+        let vioapic = || self.vioapic.as_ref()?.write(at, data).then_some(Party::Vioapic);
+        let party = self.ioapic_write(at, data).or_else(vioapic).or_else(|| self.bus.write(at, data));
+        (Reason::MmioWrite, party.unwrap_or(Party::Nobody), Ask::Nothing)
     }
 
     /// A local APIC ended the level-triggered interrupt of `vector`.

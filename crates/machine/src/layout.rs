@@ -5,6 +5,7 @@
 //! 0xc000_0000  PCI memory window (BARs)      0xfec0_0000  IOAPIC
 //! 0xe000_0000  ECAM, one bus                 0xfee0_0000  local APIC (in KVM)
 //! 0xe100_0000  virtio registers              0xfeff_c000  KVM's own pages
+//! 0xfec1_0000  paravirtual interrupt controller
 //! 4 GiB        high RAM, then the 64-bit PCI window
 //! ```
 
@@ -40,8 +41,9 @@ pub const ACPI_PORT: u16 = 0x600;
 pub const ACPI_EVENT_GSI: Gsi = Gsi(5);
 /// The I/O APIC's page.
 pub const IOAPIC: (Gpa, u64) = (Gpa(0xfec0_0000), 0x1000);
-/// First of the numbers by which KVM knows that the end of an interrupt is for our own I/O APIC: one for each pin, past the 24
-/// pins that there may be.
-pub const FIRST_WATCH_GSI: u32 = 32;
-/// First interrupt number for messages: past those.
-pub const FIRST_MSI_GSI: u32 = 64;
+/// The paravirtual interrupt controller: registers, the guest's words, a doorbell; a page each.
+pub const VIOAPIC: (Gpa, u64) = (Gpa(0xfec1_0000), 0x3000);
+/// KVM's memory slots for the first two of them; RAM and configuration space have others.
+pub const VIOAPIC_SLOTS: u32 = 300;
+/// First interrupt number for messages: past the 24 pins of an I/O APIC.
+pub const FIRST_MSI_GSI: u32 = 24;

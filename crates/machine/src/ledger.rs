@@ -35,6 +35,8 @@ pub enum Party {
     VirtioMmio,
     /// The I/O APIC.
     IoApic,
+    /// The paravirtual interrupt controller.
+    Vioapic,
     /// The debug exit.
     DebugExit,
     /// A marker port: see `timeline`.
@@ -45,7 +47,7 @@ pub enum Party {
     Kvm,
 }
 
-const PARTIES: [(Party, &str); 13] = [
+const PARTIES: [(Party, &str); 14] = [
     (Party::Serial, "serial"),
     (Party::I8042, "i8042"),
     (Party::Pvpanic, "pvpanic"),
@@ -55,6 +57,7 @@ const PARTIES: [(Party, &str); 13] = [
     (Party::PciBar, "pci-bar"),
     (Party::VirtioMmio, "virtio-mmio"),
     (Party::IoApic, "ioapic"),
+    (Party::Vioapic, "vioapic"),
     (Party::DebugExit, "debug-exit"),
     (Party::Marker, "marker"),
     (Party::Nobody, "nobody"),

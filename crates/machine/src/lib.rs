@@ -26,6 +26,7 @@ mod tap;
 mod timeline;
 mod timer;
 mod vcpu;
+mod vioapic;
 
 pub use build::host_cpu_features;
 pub use console::ConsoleIo;

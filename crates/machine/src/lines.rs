@@ -1,83 +1,114 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Interrupt lines for devices that have no messages: pins of the I/O APIC, ours or KVM's.
+//! Interrupt lines for devices that have no messages: pins of the I/O APIC, ours or KVM's, or lines of the paravirtual
+//! controller.
 //!
 //! `MmioHost` asks for them while the machine is built; device threads raise them, vCPU threads release them.
 
 use std::sync::Arc;
 
-use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gsi};
+use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gpa, Gsi};
 use irq::IrqLine;
 use kvm::Vm;
 
 use crate::error::{Error, host};
 use crate::ioapic::IoApicHost;
+use crate::vioapic::VioapicHost;
 
-/// One pin's irqfd. Devices that share the pin share the eventfd, too: KVM delivers what comes through one in turn, so that
-/// no edge is lost between two.
+/// A pin that somebody has. Devices that share a pin of KVM's share its eventfd, too: KVM delivers what comes through one in
+/// turn, so that no edge is lost between two.
 struct Shared {
     gsi: Gsi,
-    irqfd: Arc<EventFd>,
+    end: End,
     users: u32,
+}
+
+/// Where a line ends.
+#[derive(Clone)]
+enum End {
+    /// At a pin of KVM's I/O APIC and PIC, through an irqfd.
+    Kvm(Arc<EventFd>),
+    /// At a pin of our own.
+    Ours(Arc<IoApicHost>),
 }
 
 /// Gives out lines.
 pub struct Lines {
     vm: Vm,
     ioapic: Option<Arc<IoApicHost>>,
+    vioapic: Option<Arc<VioapicHost>>,
     pins: Vec<Shared>,
 }
 
-/// A device's hold on a pin.
+/// A device's hold on a pin: its bit there, or none if it has edges only.
 struct Line {
-    irqfd: Arc<EventFd>,
-    /// Our own I/O APIC, the pin and this device's bit on it.
-    level: Option<(Arc<IoApicHost>, u8, u64)>,
+    end: End,
+    pin: u8,
+    bit: u64,
 }
 
 impl IrqLine for Line {
     fn pulse(&self) {
-        if let Some((ioapic, pin, bit)) = &self.level
-            && ioapic.raise(*pin, *bit)
-        {
-            return;
+        match &self.end {
+            // Only a counter at its limit refuses, and then an edge is pending anyway.
+            End::Kvm(irqfd) => drop(irqfd.write(1)),
+            End::Ours(ioapic) => ioapic.raise(self.pin, self.bit),
         }
-        // Only a counter at its limit refuses, and then an edge is pending anyway.
-        let _ = self.irqfd.write(1);
     }
 
     fn release(&self, still: &dyn Fn() -> bool) {
-        if let Some((ioapic, pin, bit)) = &self.level {
-            ioapic.release(*pin, *bit, still);
+        if let End::Ours(ioapic) = &self.end {
+            ioapic.release(self.pin, self.bit, still);
         }
     }
 }
 
 impl Lines {
-    /// Lines to the pins of `ioapic`, or of KVM's.
+    /// Lines to the pins of `ioapic`, or of KVM's, and to `vioapic` if there is one.
     #[must_use]
-    pub fn new(vm: &Vm, ioapic: Option<Arc<IoApicHost>>) -> Self {
-        Self { vm: vm.clone(), ioapic, pins: Vec::new() }
+    pub fn new(vm: &Vm, ioapic: Option<Arc<IoApicHost>>, vioapic: Option<Arc<VioapicHost>>) -> Self {
+        Self { vm: vm.clone(), ioapic, vioapic, pins: Vec::new() }
     }
 
-    /// A line to pin `gsi`, which other devices may have, too.
+    /// A line of the paravirtual controller for the device at `at`, if there is a controller with a line left.
+    #[must_use]
+    pub fn paravirtual(&self, at: Gpa) -> Option<Arc<dyn IrqLine>> {
+        self.vioapic.as_ref()?.line(at)
+    }
+
+    /// A line to pin `gsi`, which other devices may have, too. Once raised it is asserted until it is released.
     ///
     /// # Errors
     /// [`Error::Host`] when the host is out of descriptors, [`Error::Kvm`] when KVM is out of irqfds.
     pub fn pin(&mut self, gsi: Gsi) -> Result<Arc<dyn IrqLine>, Error> {
-        let shared = match self.pins.iter_mut().position(|shared| shared.gsi == gsi) {
-            Some(at) => self.pins.get_mut(at),
+        let (end, user) = self.end(gsi)?;
+        // There are fewer devices than bits; if there were more, two would share one.
+        Ok(Arc::new(Line { end, pin: gsi.0 as u8, bit: 1 << (user % 64) }))
+    }
+
+    /// A line to pin `gsi` for a device that has edges only and never releases it.
+    ///
+    /// # Errors
+    /// As [`Lines::pin`].
+    pub fn edge(&mut self, gsi: Gsi) -> Result<Arc<dyn IrqLine>, Error> {
+        let (end, _) = self.end(gsi)?;
+        Ok(Arc::new(Line { end, pin: gsi.0 as u8, bit: 0 }))
+    }
+
+    /// Where lines to pin `gsi` end, and how many there were.
+    fn end(&mut self, gsi: Gsi) -> Result<(End, u32), Error> {
+        if let Some(shared) = self.pins.iter_mut().find(|shared| shared.gsi == gsi) {
+            shared.users += 1;
+            return Ok((shared.end.clone(), shared.users - 1));
+        }
+        let end = match &self.ioapic {
+            Some(ioapic) => End::Ours(ioapic.clone()),
             None => {
                 let irqfd = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(host("make an eventfd"))?;
                 self.vm.add_irqfd(&irqfd, gsi)?;
-                self.pins.push(Shared { gsi, irqfd: Arc::new(irqfd), users: 0 });
-                self.pins.last_mut()
+                End::Kvm(Arc::new(irqfd))
             }
         };
-        let shared = shared.ok_or_else(|| Error::TooMuch(format!("no interrupt {gsi}")))?;
-        // There are fewer devices than bits; if there were more, two would share one.
-        let bit = 1 << (shared.users % 64);
-        shared.users += 1;
-        let level = self.ioapic.clone().map(|ioapic| (ioapic, gsi.0 as u8, bit));
-        Ok(Arc::new(Line { irqfd: shared.irqfd.clone(), level }))
+        self.pins.push(Shared { gsi, end: end.clone(), users: 1 });
+        Ok((end, 0))
     }
 }

@@ -14,6 +14,10 @@ use crate::error::{Error, host};
 use crate::layout::{VIRTIO_MMIO, VIRTIO_MMIO_GSIS, VIRTIO_MMIO_MOST};
 use crate::lines::Lines;
 
+/// Virtio's numbers of network devices and disks.
+const NET: u16 = 1;
+const BLOCK: u16 = 2;
+
 /// A device at its page, under its own lock.
 pub type Registers = Arc<Mutex<VirtioMmio>>;
 
@@ -23,6 +27,8 @@ pub struct MmioHost {
     ram: GuestRam,
     lines: Lines,
     devices: Vec<Registers>,
+    /// The pin of each; `None` for those on a line of the paravirtual controller.
+    gsis: Vec<Option<Gsi>>,
 }
 
 fn lock(device: &Registers) -> MutexGuard<'_, VirtioMmio> {
@@ -45,7 +51,7 @@ impl MmioHost {
     /// No devices yet.
     #[must_use]
     pub fn new(vm: &Vm, ram: &GuestRam, lines: Lines) -> Self {
-        Self { vm: vm.clone(), ram: ram.clone(), lines, devices: Vec::new() }
+        Self { vm: vm.clone(), ram: ram.clone(), lines, devices: Vec::new(), gsis: Vec::new() }
     }
 
     /// Puts `device` at the next page and gives it as it is there.
@@ -59,7 +65,12 @@ impl MmioHost {
             return Err(Error::TooMuch(what));
         }
         let (at, gsi) = place(number);
-        let line = self.lines.pin(gsi)?;
+        // Only devices that carry load: a guest whose kernel has no driver for the controller still has its console.
+        let loaded = matches!(device.kind(), NET | BLOCK);
+        let (line, gsi) = match loaded.then(|| self.lines.paravirtual(at)).flatten() {
+            Some(line) => (line, None),
+            None => (self.lines.pin(gsi)?, Some(gsi)),
+        };
         let device = VirtioMmio::new(device, self.ram.clone(), line).map_err(host("give a device its eventfds"))?;
         for (queue, kick) in device.kicks() {
             // Where KVM has no room, kicks reach `write` and work as well.
@@ -67,6 +78,7 @@ impl MmioHost {
         }
         let device = Arc::new(Mutex::new(device));
         self.devices.push(device.clone());
+        self.gsis.push(gsi);
         Ok(device)
     }
 
@@ -97,11 +109,11 @@ impl MmioHost {
         }
     }
 
-    /// The devices for the ACPI tables.
+    /// The devices for the ACPI tables: those on pins. The others are the paravirtual controller's to announce.
     #[must_use]
     pub fn described(&self) -> Vec<boot::VirtioMmio> {
-        let places = (0..self.devices.len()).map(place);
-        places.map(|(at, gsi)| boot::VirtioMmio { at, len: SIZE as u32, gsi }).collect()
+        let pins = self.gsis.iter().enumerate().filter_map(|(number, gsi)| Some((place(number).0, (*gsi)?)));
+        pins.map(|(at, gsi)| boot::VirtioMmio { at, len: SIZE as u32, gsi }).collect()
     }
 }
 

@@ -11,7 +11,7 @@ use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd, Gsi};
 use irq::{MsiMessage, MsiSink, MsiVector};
 use kvm::{Route, Vm};
 
-use crate::layout::{FIRST_MSI_GSI, FIRST_WATCH_GSI};
+use crate::layout::FIRST_MSI_GSI;
 
 /// Pins of the in-kernel IOAPIC, which keep their one-to-one routes.
 const IOAPIC_PINS: u32 = 24;
@@ -27,18 +27,10 @@ struct Shared {
     routes: Mutex<Routes>,
 }
 
-/// What a pin of our own I/O APIC sends.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PinRoute {
-    /// What an edge sends.
-    pub message: Option<MsiMessage>,
-    /// A level's message, masked or not: KVM tells of the end of interrupts that it has a route for.
-    pub watched: Option<MsiMessage>,
-}
-
 struct Routes {
-    /// What the pins of our own I/O APIC send; `None` if it is KVM's.
-    pins: Option<Vec<PinRoute>>,
+    /// What level-triggered pins of our own I/O APIC send, masked or not: KVM reports the end of interrupts that it has a
+    /// route for. `None` if the I/O APIC is KVM's.
+    pins: Option<Vec<Option<MsiMessage>>>,
     /// One slot per number given out, from `FIRST_MSI_GSI` on.
     messages: Vec<Option<MsiMessage>>,
 }
@@ -54,10 +46,7 @@ impl Routes {
         }
         let mut out = Vec::new();
         match &self.pins {
-            Some(pins) => {
-                add(&mut out, 0, pins.iter().map(|pin| pin.message));
-                add(&mut out, FIRST_WATCH_GSI, pins.iter().map(|pin| pin.watched));
-            }
+            Some(pins) => add(&mut out, 0, pins.iter().copied()),
             None => out.extend((0..IOAPIC_PINS).map(|n| Route::Pin { gsi: Gsi(n) })),
         }
         add(&mut out, FIRST_MSI_GSI, self.messages.iter().copied());
@@ -84,17 +73,18 @@ impl KvmMsi {
     /// Routes for `vm`, pins only so far: those of our own I/O APIC, or KVM's.
     #[must_use]
     pub fn new(vm: Vm, own_pins: Option<u8>) -> Self {
-        let pins = own_pins.map(|pins| vec![PinRoute::default(); usize::from(pins)]);
+        let pins = own_pins.map(|pins| vec![None; usize::from(pins)]);
         Self { shared: Arc::new(Shared { vm, routes: Mutex::new(Routes { pins, messages: Vec::new() }) }) }
     }
 
-    /// A pin of our own I/O APIC sends what `route` says from now on.
-    pub fn route_pin(&self, pin: u8, route: PinRoute) {
+    /// The level of a pin of our own I/O APIC sends `message` from now on, or the pin has none.
+    pub fn watch_pin(&self, pin: u8, message: Option<MsiMessage>) {
         let mut routes = self.shared.routes.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(slot) = routes.pins.as_mut().and_then(|pins| pins.get_mut(usize::from(pin))) else { return };
-        if *slot != route {
-            *slot = route;
-            // The table is no longer than the one before it was; the guest can't be told of a failure.
+        if *slot != message {
+            *slot = message;
+            // The table is no longer than the one before it was, or by one that was counted for; the guest can't be told of a
+            // failure.
             let _ = self.shared.vm.set_routes(&routes.table());
         }
     }

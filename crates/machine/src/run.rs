@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use std::os::fd::AsRawFd;
 
-use base::EventFd;
 use base::reactor::{Reactor, Token};
+use irq::IrqLine;
 use kvm::Vcpu;
 use spec::CpuPin;
 
@@ -135,7 +135,7 @@ fn guest_run(
     };
     let vcpus = start(vcpus, &vm.cpu_pin, &dispatch, accounting)?;
     tell_costs(vm, io);
-    let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &button };
+    let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &*button };
     // From here on the guest is over when this returns: whatever goes wrong can only make the account poorer.
     let outcome = watched.until_over(signals, io).unwrap_or_else(|e| {
         let outcome = Outcome::GuestFault(e.to_string());
@@ -149,7 +149,17 @@ fn guest_run(
     registry.drain();
     dispatch.bus().stop();
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
-    let mut ledger = account(clock, setup, &stopped, registry.ledgers(), &ranges, &kvm_vm);
+    let mut devices = registry.ledgers();
+    devices.extend(dispatch.vioapic().map(|vioapic| {
+        let counts = vioapic.counts();
+        DeviceLedger {
+            requests: counts.events,
+            interrupts: counts.sent,
+            name: "vioapic".to_owned(),
+            ..DeviceLedger::default()
+        }
+    }));
+    let mut ledger = account(clock, setup, &stopped, devices, &ranges, &kvm_vm);
     ledger.disabled_exits = vm.disable_exits.words().collect();
     if accounting != Accounting::Places {
         ledger.timeline = timeline.take();
@@ -194,7 +204,7 @@ struct Watch<'a> {
     dispatch: &'a Dispatch,
     registry: &'a mut Registry,
     timer: &'a Timer,
-    button: &'a EventFd,
+    button: &'a dyn IrqLine,
 }
 
 impl Watch<'_> {
@@ -255,7 +265,7 @@ impl Watch<'_> {
             } else {
                 *asked = true;
                 // Only a full counter refuses, and then the press is pending.
-                let _ = self.button.write(1);
+                self.button.pulse();
             }
         }
     }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use crate::{
     Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, Memory, Paths,
-    SpecError, Throttle, Transport, Zeros,
+    SpecError, Throttle, Transport, Vioapic, Zeros,
 };
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
@@ -137,6 +137,11 @@ impl Word for Transport {
 impl Word for Irqchip {
     const WHAT: &'static str = "a place for the interrupt chips";
     const WORDS: &'static [(&'static str, Self)] = &[("split", Self::Split), ("kernel", Self::Kernel)];
+}
+
+impl Word for Vioapic {
+    const WHAT: &'static str = "a way to reach the paravirtual interrupt controller";
+    const WORDS: &'static [(&'static str, Self)] = &[("trap", Self::Trap), ("ro-page", Self::RoPage), ("pv", Self::Pv)];
 }
 
 impl Word for KernelDecompress {
@@ -539,6 +544,7 @@ mod tests {
         check::<Aio>();
         check::<Console>();
         check::<Irqchip>();
+        check::<Vioapic>();
         check::<KernelDecompress>();
         check::<Transport>();
     }

@@ -58,6 +58,9 @@ pub struct Vm {
     /// Where the interrupt chips are.
     #[serde(default)]
     pub irqchip: Irqchip,
+    /// A paravirtual interrupt controller, and how the guest reaches its registers.
+    #[serde(default)]
+    pub vioapic: Option<Vioapic>,
     /// An entropy device fed from the host's `getrandom`.
     #[serde(default = "yes", deserialize_with = "on_off")]
     pub rng: bool,
@@ -100,6 +103,7 @@ impl Vm {
             console: Console::default(),
             transport: Transport::default(),
             irqchip: Irqchip::default(),
+            vioapic: None,
             rng: yes(),
             debug_exit: None,
             ledger: None,
@@ -330,6 +334,18 @@ pub enum Irqchip {
     Split,
     /// KVM's I/O APIC of 24 pins and its PIC.
     Kernel,
+}
+
+/// How a guest reaches the registers of the paravirtual interrupt controller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Vioapic {
+    /// Each access leaves to the monitor.
+    Trap,
+    /// Reads are loads from a read-only page, writes leave.
+    RoPage,
+    /// Masks, unmaskings and acknowledgements are stores into a page, and a doorbell.
+    Pv,
 }
 
 /// The guest's console.

@@ -13,7 +13,7 @@ use lexopt::{Arg, Parser};
 use serde::Deserialize;
 use spec::{
     Console, CpuModel, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, Memory, Net, Said,
-    SpecError, Transport, Word, parse_on_off, parse_port,
+    SpecError, Transport, Vioapic, Word, parse_on_off, parse_port,
 };
 
 use crate::exit::Failure;
@@ -50,6 +50,8 @@ pub struct Typed {
     pub transport: Option<Transport>,
     /// `--irqchip`
     pub irqchip: Option<Irqchip>,
+    /// `--vioapic`
+    pub vioapic: Option<Vioapic>,
     /// `--no-rng` is `Some(false)`.
     pub rng: Option<bool>,
     /// `--kernel-decompress`
@@ -262,6 +264,15 @@ const FLAGS: &[Flag] = &[
         value: Some("WHERE"),
         help: &["the I/O APIC: tare's, with the pins in use, or KVM's;", "split or kernel [split]"],
         set: |t, v| put(&mut t.irqchip, "irqchip", word("irqchip", v)?),
+    },
+    Flag {
+        name: "vioapic",
+        value: Some("MODE"),
+        help: &[
+            "a paravirtual interrupt controller, for disks and nets with --transport mmio:",
+            "trap, ro-page or pv [none]",
+        ],
+        set: |t, v| put(&mut t.vioapic, "vioapic", word("vioapic", v)?),
     },
     Flag {
         name: "no-rng",
@@ -493,6 +504,7 @@ mod tests {
                 "console" => "\"none\"",
                 "transport" => "\"mmio\"",
                 "irqchip" => "\"kernel\"",
+                "vioapic" => "\"ro-page\"",
                 "rng" => "false",
                 "kernel-decompress" => "\"guest\"",
                 "on-reset" => "\"exit\"",
@@ -534,6 +546,8 @@ mod tests {
             "serial",
             "--transport",
             "mmio",
+            "--vioapic",
+            "ro-page",
             "--no-rng",
             "--kernel-decompress",
             "monitor",
@@ -563,6 +577,7 @@ mod tests {
             memory = { size = "1G" }
             console = "serial"
             transport = "mmio"
+            vioapic = "ro-page"
             rng = false
             kernel-decompress = "monitor"
             on-reset = "exit"

@@ -60,6 +60,7 @@ impl Meant {
             console: flags.console.or(file.console).unwrap_or(default.console),
             transport: flags.transport.or(file.transport).unwrap_or(default.transport),
             irqchip: flags.irqchip.or(file.irqchip).unwrap_or(default.irqchip),
+            vioapic: flags.vioapic.or(file.vioapic),
             rng: flags.rng.or(file.rng).unwrap_or(default.rng),
             debug_exit: flags.debug_exit.or(file.debug_exit),
             ledger: flags.ledger.or(file.ledger),

@@ -27,6 +27,9 @@ pub fn table(platform: &Platform) -> Sdt {
         let shared = platform.virtio_mmio.iter().filter(|other| other.gsi == device.gsi).count() > 1;
         in_system_bus(&mut aml, |out| virtio(number, device, shared, out));
     }
+    if let Some((at, len)) = platform.vioapic {
+        in_system_bus(&mut aml, |out| vioapic(at.0 as u32, len, out));
+    }
     if let Some(serial) = platform.serial {
         in_system_bus(&mut aml, |out| com(serial, out));
     }
@@ -122,6 +125,18 @@ fn virtio(number: usize, device: &VirtioMmio, shared: bool, out: &mut Vec<u8>) {
             &Name::new("_HID".into(), &"LNRO0005"),
             &Name::new("_UID".into(), &number),
             &Name::new("_CRS".into(), &ResourceTemplate::new(crs.to_vec())),
+        ],
+    )
+    .to_aml_bytes(out);
+}
+
+/// The paravirtual interrupt controller; devices on its lines are its own to announce.
+fn vioapic(at: u32, len: u32, out: &mut Vec<u8>) {
+    Device::new(
+        "VIOA".into(),
+        vec![
+            &Name::new("_HID".into(), &"TARE0001"),
+            &Name::new("_CRS".into(), &ResourceTemplate::new(vec![&Memory32Fixed::new(true, at, len)])),
         ],
     )
     .to_aml_bytes(out);
