@@ -25,7 +25,8 @@ pub const KINDS: &[Kind] = &[
     Kind {
         name: "pio",
         ns: 2300,
-        why: "port I/O answered in user space: about 7,000 cycles with the return to the monitor",
+        why: "port I/O answered in user space: about 7,000 cycles with the return to the monitor; kicks of a port that \
+              KVM answers itself are here too, since its counters do not tell them apart",
     },
     Kind { name: "mmio", ns: 2700, why: "as port I/O, plus fetching and decoding the instruction" },
     Kind {

@@ -216,13 +216,13 @@ mod tests {
     #[test]
     fn tables_and_text_read_the_same() {
         let text: Vm = serde_json::from_value(json!({
-            "kernel": "k", "memory": "1G", "cpus": "4,threads=2", "rng": "off", "kernel-decompress": "monitor",
+            "kernel": "k", "memory": "1G", "cpus": "4,threads=2", "rng": "off", "kernel-decompress": "guest",
             "disk": ["a.raw,readonly=on", "b.raw"], "console": "serial",
         }))
         .unwrap();
         let table: Vm = serde_json::from_value(json!({
             "kernel": "k", "memory": {"size": 1u64 << 30}, "cpus": {"count": 4, "threads": 2}, "rng": false,
-            "kernel-decompress": "monitor", "disk": [{"path": "a.raw", "readonly": true}, {"path": "b.raw"}],
+            "kernel-decompress": "guest", "disk": [{"path": "a.raw", "readonly": true}, {"path": "b.raw"}],
             "console": "serial",
         }))
         .unwrap();
@@ -231,7 +231,7 @@ mod tests {
             memory: Memory { size: 1 << 30 },
             cpus: Cpus { threads: Some(2), ..Cpus::flat(4) },
             rng: false,
-            kernel_decompress: KernelDecompress::Monitor,
+            kernel_decompress: KernelDecompress::Guest,
             disks: vec![Disk { readonly: true, ..Disk::new("a.raw") }, Disk::new("b.raw")],
             console: Console::Serial,
             ..Vm::new("k")

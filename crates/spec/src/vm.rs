@@ -117,9 +117,9 @@ impl Vm {
 #[serde(rename_all = "lowercase")]
 pub enum KernelDecompress {
     /// The kernel's own stub, inside the guest.
-    #[default]
     Guest,
     /// The monitor, before the guest starts, where the compression is one it knows: quicker, and the guest touches less memory.
+    #[default]
     Monitor,
 }
 

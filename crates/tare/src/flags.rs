@@ -289,7 +289,7 @@ const FLAGS: &[Flag] = &[
     Flag {
         name: "kernel-decompress",
         value: Some("WHERE"),
-        help: &["who unpacks a bzImage: the guest or the monitor [guest]"],
+        help: &["who unpacks a bzImage: monitor or guest [monitor]"],
         set: |t, v| put(&mut t.kernel_decompress, "kernel-decompress", word("kernel-decompress", v)?),
     },
     Flag {
