@@ -269,8 +269,8 @@ const FLAGS: &[Flag] = &[
         name: "vioapic",
         value: Some("MODE"),
         help: &[
-            "a paravirtual interrupt controller, for disks and nets with --transport mmio:",
-            "trap, ro-page or pv [none]",
+            "a paravirtual interrupt controller for disks and nets with",
+            "--transport mmio: trap, ro-page or pv [none]",
         ],
         set: |t, v| put(&mut t.vioapic, "vioapic", word("vioapic", v)?),
     },
