@@ -18,7 +18,7 @@ pub use kvm_ioctls::VcpuExit as Exit;
 pub use ring::CoalescedRing;
 pub use stats::{StatKind, StatUnit, StatValue, Stats};
 pub use vcpu::Vcpu;
-pub use vm::{IoAddress, Kvm, Route, Vm};
+pub use vm::{IoAddress, Kvm, Route, Slot, Vm};
 
 /// A KVM call that failed.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +44,15 @@ pub enum KvmError {
     /// The host's KVM lacks something tare can't do without.
     #[error("this host's KVM lacks {0}; tare needs Linux 5.10 or newer")]
     Missing(&'static str),
+}
+
+impl From<KvmError> for std::io::Error {
+    fn from(error: KvmError) -> Self {
+        match error {
+            KvmError::Open { source, .. } | KvmError::Call { source, .. } => source,
+            KvmError::Missing(_) => Self::new(std::io::ErrorKind::Unsupported, error),
+        }
+    }
 }
 
 pub(crate) fn call(call: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> KvmError {

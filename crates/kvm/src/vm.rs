@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use base::{EventFd, Gpa, Gsi, Hva};
 use kvm_bindings::{
-    KVM_API_VERSION, KVM_CAP_COALESCED_PIO, KVM_CAP_HALT_POLL, KVM_CAP_SPLIT_IRQCHIP, KVM_CAP_X86_DISABLE_EXITS,
-    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE,
-    KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, KvmIrqRouting, kvm_enable_cap, kvm_irq_routing_entry, kvm_msi,
-    kvm_userspace_memory_region,
+    KVM_API_VERSION, KVM_CAP_COALESCED_PIO, KVM_CAP_HALT_POLL, KVM_CAP_NR_MEMSLOTS, KVM_CAP_SPLIT_IRQCHIP,
+    KVM_CAP_X86_DISABLE_EXITS, KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC,
+    KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY,
+    KvmIrqRouting, kvm_enable_cap, kvm_irq_routing_entry, kvm_msi, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, IoEventAddress, NoDatamatch, VmFd};
 
@@ -111,6 +111,23 @@ impl IoAddress {
     }
 }
 
+/// A memory slot: a run of guest memory and where it is in this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// The slot's number.
+    pub number: u32,
+    /// First guest address, a multiple of a page.
+    pub at: Gpa,
+    /// Bytes, whole pages.
+    pub size: u64,
+    /// Where the first byte is here.
+    pub host: Hva,
+    /// The guest's writes leave to the monitor.
+    pub readonly: bool,
+    /// The pages that the guest writes are noted.
+    pub log: bool,
+}
+
 /// One entry of the interrupt routing table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
@@ -199,48 +216,67 @@ impl Vm {
         self.fd.set_tss_address(0xfeff_d000).map_err(call("KVM_SET_TSS_ADDR"))
     }
 
-    /// Registers (or, with size 0, removes) memory slot `slot`.
+    /// How many memory slots this host's KVM has.
+    #[must_use]
+    pub fn most_slots(&self) -> u32 {
+        // Kernels before the capability had 32.
+        u32::try_from(self.fd.check_extension_raw(u64::from(KVM_CAP_NR_MEMSLOTS))).ok().filter(|n| *n > 0).unwrap_or(32)
+    }
+
+    /// Registers a memory slot, or switches the log of one that is registered.
     ///
     /// # Safety
-    /// `size` bytes at `host` must stay mapped while the slot is registered, and hold nothing the guest may not see.
+    /// The slot's bytes must stay mapped at their host address while it is registered, and hold nothing the guest may not
+    /// see.
     ///
     /// # Errors
     /// [`KvmError::Call`] when the slot overlaps another or there are none left.
-    pub unsafe fn set_slot(&self, slot: u32, at: Gpa, size: u64, host: Hva, readonly: bool) -> Result<(), KvmError> {
+    pub unsafe fn set_slot(&self, slot: &Slot) -> Result<(), KvmError> {
+        let flag = |on: bool, flag| if on { flag } else { 0 };
         let region = kvm_userspace_memory_region {
-            slot,
-            flags: if readonly { KVM_MEM_READONLY } else { 0 },
-            guest_phys_addr: at.0,
-            memory_size: size,
-            userspace_addr: host.0,
+            slot: slot.number,
+            flags: flag(slot.readonly, KVM_MEM_READONLY) | flag(slot.log, KVM_MEM_LOG_DIRTY_PAGES),
+            guest_phys_addr: slot.at.0,
+            memory_size: slot.size,
+            userspace_addr: slot.host.0,
         };
         // SAFETY: the caller keeps the host range mapped while the slot exists.
         unsafe { self.fd.set_user_memory_region(region) }.map_err(call("KVM_SET_USER_MEMORY_REGION"))
     }
 
-    /// Guest writes to `at` signal `fd` instead of leaving to the monitor; any width, any value.
+    /// Takes memory slot `number` away, which is at `at`.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`] when there is none.
+    pub fn remove_slot(&self, number: u32, at: Gpa) -> Result<(), KvmError> {
+        let region = kvm_userspace_memory_region { slot: number, guest_phys_addr: at.0, ..Default::default() };
+        // SAFETY: a slot of no bytes needs no memory.
+        unsafe { self.fd.set_user_memory_region(region) }.map_err(call("KVM_SET_USER_MEMORY_REGION"))
+    }
+
+    /// Guest writes to `at` signal `fd` instead of leaving to the monitor: of any width and value, or only 32-bit ones of
+    /// `value`.
     ///
     /// # Errors
     /// [`KvmError::Call`].
-    pub fn add_ioeventfd(&self, fd: &EventFd, at: IoAddress) -> Result<(), KvmError> {
-        self.fd.register_ioevent(fd, &at.raw(), NoDatamatch).map_err(call("KVM_IOEVENTFD"))
+    pub fn add_ioeventfd(&self, fd: &EventFd, at: IoAddress, value: Option<u32>) -> Result<(), KvmError> {
+        match value {
+            None => self.fd.register_ioevent(fd, &at.raw(), NoDatamatch),
+            Some(value) => self.fd.register_ioevent(fd, &at.raw(), value),
+        }
+        .map_err(call("KVM_IOEVENTFD"))
     }
 
     /// Undoes [`Vm::add_ioeventfd`].
     ///
     /// # Errors
     /// [`KvmError::Call`] when it was not there.
-    pub fn remove_ioeventfd(&self, fd: &EventFd, at: IoAddress) -> Result<(), KvmError> {
-        self.fd.unregister_ioevent(fd, &at.raw(), NoDatamatch).map_err(call("KVM_IOEVENTFD"))
-    }
-
-    /// 32-bit guest writes of `value` to `at` signal `fd` instead of leaving to the monitor; other writes leave. Goes with the
-    /// VM.
-    ///
-    /// # Errors
-    /// [`KvmError::Call`].
-    pub fn add_ioeventfd_for(&self, fd: &EventFd, at: Gpa, value: u32) -> Result<(), KvmError> {
-        self.fd.register_ioevent(fd, &IoEventAddress::Mmio(at.0), value).map_err(call("KVM_IOEVENTFD"))
+    pub fn remove_ioeventfd(&self, fd: &EventFd, at: IoAddress, value: Option<u32>) -> Result<(), KvmError> {
+        match value {
+            None => self.fd.unregister_ioevent(fd, &at.raw(), NoDatamatch),
+            Some(value) => self.fd.unregister_ioevent(fd, &at.raw(), value),
+        }
+        .map_err(call("KVM_IOEVENTFD"))
     }
 
     /// Writing `fd` raises `gsi`.

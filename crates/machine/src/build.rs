@@ -28,6 +28,7 @@ use crate::lines::Lines;
 use crate::mmio_host::{announce, last_gsi};
 use crate::msi::KvmMsi;
 use crate::registry::Registry;
+use crate::spaces::Spaces;
 use crate::timeline::Timeline;
 use crate::timer::Timer;
 use crate::vcpu::affinity::CpuSet;
@@ -67,26 +68,26 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let vm = kvm.create_vm()?;
     idle(spec, &vm)?;
     let ram = GuestRam::anonymous(&mem::ranges(spec.memory.size))?;
-    for (slot, (at, size, hva)) in (0u32..).zip(ram.regions()) {
-        // SAFETY: `Built` and the run that owns it keep `ram` mapped until every vCPU has stopped; the memory was mapped
-        // for the guest alone.
-        unsafe { vm.set_slot(slot, at, size, hva, false) }?;
-    }
+    let spaces = Spaces::new(&vm, &ram)?;
     let pins = irqchip(spec, &vm)?;
+    if pins.is_some() {
+        spaces.add_ioapic()?;
+    }
+    spaces.add_ports(spec.console == Console::Serial, debug_exit)?;
     let routes = KvmMsi::new(vm.clone(), pins);
     let ioapic = pins.map(|pins| Arc::new(IoApicHost::new(pins, &routes)));
     timeline.note("virtual machine and its memory");
 
     let control = Arc::new(Control::new().map_err(host("make an eventfd"))?);
     let timer = Arc::new(Timer::new().map_err(host("make a timer"))?);
-    let vioapic = spec.vioapic.map(|mode| VioapicHost::new(&vm, mode)).transpose()?.map(Arc::new);
+    let vioapic = spec.vioapic.map(|mode| VioapicHost::new((&vm, &spaces), mode)).transpose()?.map(Arc::new);
     let mut lines = Lines::new(&vm, ioapic.clone(), vioapic.clone());
     let button = lines.edge(layout::ACPI_EVENT_GSI)?;
     let mut serial = None;
     if spec.console == Console::Serial {
         serial = Some(SerialPort::new(lines.edge(layout::SERIAL_GSI)?, io.output.clone(), timer.clone()));
     }
-    let mut bus = Bus::new(spec.transport, &ram, &routes, lines);
+    let mut bus = Bus::new(spec.transport, &spaces, &ram, (&routes, lines))?;
     let registry = Registry::populate(spec, &mut bus, io, remote)?;
     // `kernel` is the machine without either of what a split one does for fewer exits, so that one can be seen beside the other.
     if spec.irqchip == spec::Irqchip::Split {
@@ -114,7 +115,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
         port.coalesce(Coalesced::new(&vm, ring, layout::SERIAL_PORT));
     }
     timeline.note("vCPUs");
-    let dispatch = Dispatch::new(control, timeline.clone(), serial, bus).with_debug_exit(debug_exit);
+    let dispatch = Dispatch::new((control, timeline.clone()), (spaces, ram.clone()), serial, bus);
     let dispatch = Arc::new(dispatch.with_ioapic(ioapic).with_vioapic(vioapic));
     Ok(Built { vm, ram, vcpus, dispatch, registry, timer, button })
 }

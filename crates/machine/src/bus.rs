@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Where the guest's virtio devices are: on a PCI bus or at pages of their own, as the description says. `build` fills it,
-//! vCPU threads ask it about addresses outside RAM.
+//! vCPU threads bring it accesses that the address space says are its own.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use base::Gpa;
 use base::news::News;
 use boot::Ecam;
-use kvm::IoAddress;
 use mem::GuestRam;
 use spec::Transport;
 use virtio::VirtioDevice;
@@ -20,6 +18,7 @@ use crate::lines::Lines;
 use crate::mmio_host::{MmioHost, Registers};
 use crate::msi::KvmMsi;
 use crate::pci_host::PciHost;
+use crate::spaces::{Device, Spaces};
 
 /// All virtio devices of a machine.
 pub enum Bus {
@@ -57,13 +56,20 @@ impl Function {
 }
 
 impl Bus {
-    /// Without devices. Messages go through `routes`, other interrupts through `lines`.
-    #[must_use]
-    pub fn new(transport: Transport, ram: &GuestRam, routes: &KvmMsi, lines: Lines) -> Self {
-        match transport {
-            Transport::Pci => Self::Pci(PciHost::new(routes.vm(), ram, routes)),
-            Transport::Mmio => Self::Mmio(MmioHost::new(routes.vm(), ram, lines)),
-        }
+    /// Without devices, which will be in `spaces`. Messages go through `routes`, other interrupts through `lines`.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn new(
+        transport: Transport,
+        spaces: &Spaces,
+        ram: &GuestRam,
+        (routes, lines): (&KvmMsi, Lines),
+    ) -> Result<Self, Error> {
+        Ok(match transport {
+            Transport::Pci => Self::Pci(PciHost::new(spaces, ram, routes)?),
+            Transport::Mmio => Self::Mmio(MmioHost::new(spaces, ram, lines)),
+        })
     }
 
     /// Puts `device` into the next place and gives it as it is there.
@@ -107,44 +113,52 @@ impl Bus {
         }
     }
 
-    /// Answers a read at `at`, if something is there.
-    pub fn read(&self, at: u64, data: &mut [u8]) -> Option<Party> {
-        match self {
-            Self::Pci(bus) => {
-                if let Some(offset) = ecam_offset(at) {
-                    bus.config_read(offset, data);
-                    return Some(Party::PciEcam);
-                }
-                bus.bar_read(IoAddress::Mmio(Gpa(at)), data).then_some(Party::PciBar)
+    /// Answers a read at byte `offset` of `device`, if it is on this bus.
+    pub fn read(&self, device: Device, offset: u64, data: &mut [u8]) -> Option<Party> {
+        match (self, device) {
+            (Self::Pci(bus), Device::Ecam) => {
+                bus.config_read(offset, data);
+                Some(Party::PciEcam)
             }
-            Self::Mmio(bus) => bus.read(at, data).then_some(Party::VirtioMmio),
+            (Self::Pci(bus), Device::Bar { function, bar }) => {
+                bus.bar_read(function, bar, offset, data);
+                Some(Party::PciBar)
+            }
+            (Self::Mmio(bus), Device::VirtioMmio(number)) => {
+                bus.read(number, offset, data);
+                Some(Party::VirtioMmio)
+            }
+            _ => None,
         }
     }
 
-    /// Answers a write at `at`, if something is there.
-    pub fn write(&self, at: u64, data: &[u8]) -> Option<Party> {
-        match self {
-            Self::Pci(bus) => {
-                if let Some(offset) = ecam_offset(at) {
-                    bus.config_write(offset, data);
-                    return Some(Party::PciEcam);
-                }
-                bus.bar_write(IoAddress::Mmio(Gpa(at)), data).then_some(Party::PciBar)
+    /// Answers a write there.
+    pub fn write(&self, device: Device, offset: u64, data: &[u8]) -> Option<Party> {
+        match (self, device) {
+            (Self::Pci(bus), Device::Ecam) => {
+                bus.config_write(offset, data);
+                Some(Party::PciEcam)
             }
-            Self::Mmio(bus) => bus.write(at, data).then_some(Party::VirtioMmio),
+            (Self::Pci(bus), Device::Bar { function, bar }) => {
+                bus.bar_write(function, bar, offset, data);
+                Some(Party::PciBar)
+            }
+            (Self::Mmio(bus), Device::VirtioMmio(number)) => {
+                bus.write(number, offset, data);
+                Some(Party::VirtioMmio)
+            }
+            _ => None,
         }
     }
 
-    /// Answers a read of `port`, if a BAR is there.
-    pub fn port_read(&self, port: u16, data: &mut [u8]) -> Option<Party> {
-        let Self::Pci(bus) = self else { return None };
-        bus.bar_read(IoAddress::Pio(port), data).then_some(Party::PciBar)
+    /// Answers a read at port `offset` of BAR `bar` of the PCI function with this index.
+    pub fn port_read(&self, (function, bar): (u8, u8), offset: u16, data: &mut [u8]) -> Option<Party> {
+        self.read(Device::Bar { function, bar }, offset.into(), data)
     }
 
-    /// Answers a write of `port`, if a BAR is there.
-    pub fn port_write(&self, port: u16, data: &[u8]) -> Option<Party> {
-        let Self::Pci(bus) = self else { return None };
-        bus.bar_write(IoAddress::Pio(port), data).then_some(Party::PciBar)
+    /// Answers a write there.
+    pub fn port_write(&self, (function, bar): (u8, u8), offset: u16, data: &[u8]) -> Option<Party> {
+        self.write(Device::Bar { function, bar }, offset.into(), data)
     }
 
     /// Stops all devices: work in flight is finished or dropped, threads end. The guest must not run any more.
@@ -154,8 +168,4 @@ impl Bus {
             Self::Mmio(bus) => bus.stop(),
         }
     }
-}
-
-fn ecam_offset(at: u64) -> Option<u64> {
-    at.checked_sub(ECAM.0.0).filter(|offset| *offset < ECAM.1)
 }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who answers an exit: ports and addresses to devices. Called by vCPU threads; each device's lock is taken here and
-//! nowhere else on this path.
+//! Answers an exit: asks the address spaces who is there, without a lock, and brings it the access. Called by vCPU threads;
+//! each device's lock is taken here and nowhere else on this path.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::Gpa;
+use mem::GuestRam;
 
 use crate::bus::Bus;
 use crate::control::Control;
 use crate::ioapic::IoApicHost;
-use crate::layout::{ACPI_PORT, IOAPIC, PVPANIC_PORT, SERIAL_PORT};
 use crate::ledger::{Party, Reason};
-use crate::legacy::{
-    AcpiPorts, Ask, DebugExit, I8042_COMMAND, I8042_DATA, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED,
-    SerialPort,
-};
-use crate::timeline::{BOOT_PORT, DEBUG_PORT, Timeline};
+use crate::legacy::{AcpiPorts, Ask, DebugExit, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED, SerialPort};
+use crate::spaces::{At, Device, Port, Spaces};
+use crate::timeline::Timeline;
 use crate::vioapic::VioapicHost;
 
 /// Everything a vCPU thread needs to answer an exit.
@@ -23,21 +23,24 @@ pub struct Dispatch {
     serial: Option<Mutex<SerialPort>>,
     ioapic: Option<Arc<IoApicHost>>,
     vioapic: Option<Arc<VioapicHost>>,
-    debug_exit: Option<DebugExit>,
+    spaces: Spaces,
+    ram: GuestRam,
     bus: Bus,
 }
 
 /// What an answered exit was, and what it asks for.
 pub type Answered = (Reason, Party, Ask);
 
-const SERIAL_LAST: u16 = SERIAL_PORT + 7;
-const ACPI_LAST: u16 = ACPI_PORT + 2;
-
 impl Dispatch {
-    /// Puts the parts together.
+    /// Puts the parts together; where each of them is, `spaces` and `ram` know.
     #[must_use]
-    pub fn new(control: Arc<Control>, timeline: Arc<Timeline>, serial: Option<SerialPort>, bus: Bus) -> Self {
-        Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, vioapic: None, debug_exit: None, bus }
+    pub fn new(
+        (control, timeline): (Arc<Control>, Arc<Timeline>),
+        (spaces, ram): (Spaces, GuestRam),
+        serial: Option<SerialPort>,
+        bus: Bus,
+    ) -> Self {
+        Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, vioapic: None, spaces, ram, bus }
     }
 
     /// With an I/O APIC of our own.
@@ -58,13 +61,6 @@ impl Dispatch {
     #[must_use]
     pub fn vioapic(&self) -> Option<&VioapicHost> {
         self.vioapic.as_deref()
-    }
-
-    /// With a port that ends the machine.
-    #[must_use]
-    pub fn with_debug_exit(mut self, port: Option<DebugExit>) -> Self {
-        self.debug_exit = port;
-        self
     }
 
     /// Where outcomes go.
@@ -94,63 +90,81 @@ impl Dispatch {
 
     /// Answers a read of `port`. What nobody answers reads as all ones, as on a PC.
     pub fn port_read(&self, port: u16, data: &mut [u8]) -> Answered {
-        let party = match (port, data) {
-            (SERIAL_PORT..=SERIAL_LAST, [byte]) if self.serial.is_some() => {
-                self.with_serial(|s| *byte = s.read(port - SERIAL_PORT));
+        let at = self.spaces.port_at(port);
+        let party = match (at, data) {
+            (Some((Port::Serial, offset)), [byte]) => {
+                self.with_serial(|s| *byte = s.read(offset));
                 Party::Serial
             }
-            (I8042_DATA | I8042_COMMAND, data) => {
+            (Some((Port::I8042Data | Port::I8042Command, _)), data) => {
                 // Status 0: nothing to read, ready for a command.
                 data.fill(0);
                 Party::I8042
             }
-            (PVPANIC_PORT, data) => {
+            (Some((Port::Pvpanic, _)), data) => {
                 data.fill(PVPANIC_PANICKED | PVPANIC_CRASH_LOADED);
                 Party::Pvpanic
             }
-            (ACPI_PORT..=ACPI_LAST, data) => {
+            (Some((Port::Acpi, _)), data) => {
                 data.fill(0);
                 Party::Acpi
             }
-            (port, data) if self.ends_at(port) => {
+            (Some((Port::DebugExit, _)), data) => {
                 data.fill(0);
                 Party::DebugExit
             }
-            (port, data) => self.bus.port_read(port, data).unwrap_or_else(|| {
+            (Some((Port::Bar { function, bar }, offset)), data) => {
+                self.bus.port_read((function, bar), offset, data).unwrap_or(Party::Nobody)
+            }
+            (_, data) => {
                 data.fill(0xff);
                 Party::Nobody
-            }),
+            }
         };
         (Reason::PioRead, party, Ask::Nothing)
     }
 
     /// Answers a write of `port`.
     pub fn port_write(&self, port: u16, data: &[u8]) -> Answered {
-        let (party, ask) = match (port, data) {
-            (SERIAL_PORT..=SERIAL_LAST, bytes) if self.serial.is_some() => {
+        let Some((who, offset)) = self.spaces.port_at(port) else {
+            return (Reason::PioWrite, Party::Nobody, Ask::Nothing);
+        };
+        let (party, ask) = match (who, data) {
+            (Port::Serial, bytes) => {
                 // A string output to one port arrives as many bytes.
-                self.with_serial(|s| bytes.iter().for_each(|b| s.write(port - SERIAL_PORT, *b)));
+                self.with_serial(|s| bytes.iter().for_each(|b| s.write(offset, *b)));
                 (Party::Serial, Ask::Nothing)
             }
-            (I8042_COMMAND, [I8042_RESET]) => (Party::I8042, Ask::Reset),
-            (I8042_DATA | I8042_COMMAND, _) => (Party::I8042, Ask::Nothing),
-            (PVPANIC_PORT, [byte]) if byte & PVPANIC_PANICKED != 0 => (Party::Pvpanic, Ask::Panic),
-            (ACPI_PORT..=ACPI_LAST, [byte]) => (Party::Acpi, AcpiPorts::write(port - ACPI_PORT, *byte)),
-            (BOOT_PORT | DEBUG_PORT, [byte]) => (Party::Marker, Ask::Mark(port, *byte)),
-            (port, data) if self.ends_at(port) => (Party::DebugExit, DebugExit::write(data)),
-            (port, data) => (self.bus.port_write(port, data).unwrap_or(Party::Nobody), Ask::Nothing),
+            (Port::I8042Command, [I8042_RESET]) => (Party::I8042, Ask::Reset),
+            (Port::I8042Data | Port::I8042Command, _) => (Party::I8042, Ask::Nothing),
+            (Port::Pvpanic, [byte]) if byte & PVPANIC_PANICKED != 0 => (Party::Pvpanic, Ask::Panic),
+            (Port::Acpi, [byte]) => (Party::Acpi, AcpiPorts::write(offset, *byte)),
+            (Port::Marker, [byte]) => (Party::Marker, Ask::Mark(port, *byte)),
+            (Port::DebugExit, data) => (Party::DebugExit, DebugExit::write(data)),
+            (Port::Bar { function, bar }, data) => {
+                (self.bus.port_write((function, bar), offset, data).unwrap_or(Party::Nobody), Ask::Nothing)
+            }
+            _ => (Party::Nobody, Ask::Nothing),
         };
         (Reason::PioWrite, party, ask)
     }
 
-    fn ends_at(&self, port: u16) -> bool {
-        self.debug_exit.is_some_and(|exit| exit.has(port))
-    }
-
-    /// Answers a read outside RAM.
+    /// Answers a read that no memory slot answered.
     pub fn mmio_read(&self, at: u64, data: &mut [u8]) -> Answered {
-        let vioapic = |data: &mut [u8]| self.vioapic.as_ref()?.read(at, data).then_some(Party::Vioapic);
-        let party = self.ioapic_read(at, data).or_else(|| vioapic(data)).or_else(|| self.bus.read(at, data));
+        let party = match self.spaces.memory_at(at) {
+            At::Device(Device::IoApic, offset) => self.ioapic.as_ref().map(|ioapic| {
+                ioapic.read(offset, data);
+                Party::IoApic
+            }),
+            At::Device(Device::Vioapic, offset) => self.vioapic.as_ref().map(|vioapic| {
+                vioapic.read(offset, data);
+                Party::Vioapic
+            }),
+            At::Device(device, offset) => self.bus.read(device, offset, data),
+            // RAM that became a slot's after the guest left.
+            At::Ram => self.ram.read_bytes(Gpa(at), data).ok().map(|()| Party::Kvm),
+            At::Nobody => None,
+        };
         let party = party.unwrap_or_else(|| {
             data.fill(0xff);
             Party::Nobody
@@ -158,10 +172,21 @@ impl Dispatch {
         (Reason::MmioRead, party, Ask::Nothing)
     }
 
-    /// Answers a write outside RAM.
+    /// Answers a write that no memory slot answered.
     pub fn mmio_write(&self, at: u64, data: &[u8]) -> Answered {
-        let vioapic = || self.vioapic.as_ref()?.write(at, data).then_some(Party::Vioapic);
-        let party = self.ioapic_write(at, data).or_else(vioapic).or_else(|| self.bus.write(at, data));
+        let party = match self.spaces.memory_at(at) {
+            At::Device(Device::IoApic, offset) => self.ioapic.as_ref().map(|ioapic| {
+                ioapic.write(offset, data);
+                Party::IoApic
+            }),
+            At::Device(Device::Vioapic, offset) => self.vioapic.as_ref().map(|vioapic| {
+                vioapic.write(offset, data);
+                Party::Vioapic
+            }),
+            At::Device(device, offset) => self.bus.write(device, offset, data),
+            At::Ram => self.ram.write_bytes(Gpa(at), data).ok().map(|()| Party::Kvm),
+            At::Nobody => None,
+        };
         (Reason::MmioWrite, party.unwrap_or(Party::Nobody), Ask::Nothing)
     }
 
@@ -171,23 +196,6 @@ impl Dispatch {
             ioapic.end(vector);
         }
         (Reason::Eoi, Party::IoApic, Ask::Nothing)
-    }
-
-    fn ioapic_at(&self, at: u64) -> Option<(&IoApicHost, u64)> {
-        let offset = at.checked_sub(IOAPIC.0.0).filter(|offset| *offset < IOAPIC.1)?;
-        Some((self.ioapic.as_ref()?, offset))
-    }
-
-    fn ioapic_read(&self, at: u64, data: &mut [u8]) -> Option<Party> {
-        let (ioapic, offset) = self.ioapic_at(at)?;
-        ioapic.read(offset, data);
-        Some(Party::IoApic)
-    }
-
-    fn ioapic_write(&self, at: u64, data: &[u8]) -> Option<Party> {
-        let (ioapic, offset) = self.ioapic_at(at)?;
-        ioapic.write(offset, data);
-        Some(Party::IoApic)
     }
 }
 

@@ -12,6 +12,9 @@ pub enum Error {
     /// Guest memory could not be had.
     #[error(transparent)]
     Memory(#[from] mem::MemError),
+    /// Something could not be put into the guest's address space.
+    #[error("{0}: memory; give the machine less memory or fewer devices")]
+    Space(#[from] mem::space::SpaceError),
     /// The kernel, initrd or command line is no good.
     #[error(transparent)]
     Boot(#[from] boot::BootError),

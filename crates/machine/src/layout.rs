@@ -43,7 +43,5 @@ pub const ACPI_EVENT_GSI: Gsi = Gsi(5);
 pub const IOAPIC: (Gpa, u64) = (Gpa(0xfec0_0000), 0x1000);
 /// The paravirtual interrupt controller: registers, the guest's words, a doorbell; a page each.
 pub const VIOAPIC: (Gpa, u64) = (Gpa(0xfec1_0000), 0x3000);
-/// KVM's memory slots for the first two of them; RAM and configuration space have others.
-pub const VIOAPIC_SLOTS: u32 = 300;
 /// First interrupt number for messages: past the 24 pins of an I/O APIC.
 pub const FIRST_MSI_GSI: u32 = 24;

@@ -22,6 +22,7 @@ mod registry;
 mod remote;
 mod run;
 mod signals;
+mod spaces;
 mod tap;
 mod timeline;
 mod timer;

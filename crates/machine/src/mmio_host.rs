@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Virtio devices as pages of registers at fixed addresses: which device answers where, which line it has, and which
-//! doorbells KVM answers itself. Nothing here moves, so finding a device takes no lock; vCPU threads take its own.
+//! doorbells it has. Nothing here moves; vCPU threads take a device's own lock.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::{Gpa, Gsi};
-use kvm::Vm;
 use mem::GuestRam;
+use mem::space::Doorbell;
 use virtio::VirtioDevice;
 use virtio::transport::mmio::{NOTIFY, SIZE, VirtioMmio};
 
 use crate::error::{Error, host};
 use crate::layout::{VIRTIO_MMIO, VIRTIO_MMIO_GSIS, VIRTIO_MMIO_MOST};
 use crate::lines::Lines;
+use crate::spaces::{Device, Spaces};
 
 /// Virtio's numbers of network devices and disks.
 const NET: u16 = 1;
@@ -23,9 +24,9 @@ pub type Registers = Arc<Mutex<VirtioMmio>>;
 
 /// The devices, page after page.
 pub struct MmioHost {
-    vm: Vm,
     ram: GuestRam,
     lines: Lines,
+    spaces: Spaces,
     devices: Vec<Registers>,
     /// The pin of each; `None` for those on a line of the paravirtual controller.
     gsis: Vec<Option<Gsi>>,
@@ -50,8 +51,8 @@ pub fn last_gsi(count: usize) -> Option<Gsi> {
 impl MmioHost {
     /// No devices yet.
     #[must_use]
-    pub fn new(vm: &Vm, ram: &GuestRam, lines: Lines) -> Self {
-        Self { vm: vm.clone(), ram: ram.clone(), lines, devices: Vec::new(), gsis: Vec::new() }
+    pub fn new(spaces: &Spaces, ram: &GuestRam, lines: Lines) -> Self {
+        Self { spaces: spaces.clone(), ram: ram.clone(), lines, devices: Vec::new(), gsis: Vec::new() }
     }
 
     /// Puts `device` at the next page and gives it as it is there.
@@ -72,34 +73,32 @@ impl MmioHost {
             None => (self.lines.pin(gsi)?, Some(gsi)),
         };
         let device = VirtioMmio::new(device, self.ram.clone(), line).map_err(host("give a device its eventfds"))?;
+        let mut bells = Vec::new();
         for (queue, kick) in device.kicks() {
-            // Where KVM has no room, kicks reach `write` and work as well.
-            let _ = self.vm.add_ioeventfd_for(kick, Gpa(at.0 + NOTIFY), queue.into());
+            let fd = Arc::new(kick.try_clone().map_err(host("copy an eventfd"))?);
+            bells.push(Doorbell { offset: NOTIFY, value: Some(queue.into()), fd });
         }
+        // There are fewer than 256.
+        self.spaces.add_device(at, SIZE, Device::VirtioMmio(number as u8), bells)?;
         let device = Arc::new(Mutex::new(device));
         self.devices.push(device.clone());
         self.gsis.push(gsi);
         Ok(device)
     }
 
-    /// Reads registers at `at`; `false` if none are there.
-    pub fn read(&self, at: u64, data: &mut [u8]) -> bool {
-        let Some((device, offset)) = self.find(at) else { return false };
-        lock(device).read(offset, data);
-        true
+    /// Reads registers of device `number` from byte `offset` on.
+    pub fn read(&self, number: u8, offset: u64, data: &mut [u8]) {
+        match self.devices.get(usize::from(number)) {
+            Some(device) => lock(device).read(offset, data),
+            None => data.fill(0xff),
+        }
     }
 
-    /// Writes registers at `at`; `false` if none are there.
-    pub fn write(&self, at: u64, data: &[u8]) -> bool {
-        let Some((device, offset)) = self.find(at) else { return false };
-        lock(device).write(offset, data);
-        true
-    }
-
-    fn find(&self, at: u64) -> Option<(&Registers, u64)> {
-        let offset = at.checked_sub(VIRTIO_MMIO.0)?;
-        let device = self.devices.get(usize::try_from(offset / SIZE).ok()?)?;
-        Some((device, offset % SIZE))
+    /// Writes there.
+    pub fn write(&self, number: u8, offset: u64, data: &[u8]) {
+        if let Some(device) = self.devices.get(usize::from(number)) {
+            lock(device).write(offset, data);
+        }
     }
 
     /// Stops all devices: work in flight is finished or dropped, threads end. The guest must not run any more.

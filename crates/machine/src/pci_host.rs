@@ -1,55 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The PCI bus as the machine has it: which device answers at which address now, and which doorbells KVM answers itself.
+//! The PCI bus as the machine has it: its devices, and where their BARs are in the machine's address space, which follows
+//! the guest's writes to configuration space.
 //!
-//! vCPU threads call it. A BAR access takes the map's read lock to find its device and then that device's own lock; the
-//! map's write lock is taken only when the guest moves a BAR or switches decoding.
+//! vCPU threads call it. A BAR access takes that one device's own lock; the bus's is for configuration space.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use base::{EventFd, Gpa, Hva};
+use base::{Gpa, Hva};
 use irq::MsiSink;
-use kvm::{IoAddress, Vm};
 use mem::GuestRam;
-use pci::{Effect, PciBus, PciDevice};
+use mem::space::{Doorbell, Kind, RegionId};
+use pci::{Effect, PciBus, PciDevice, Placement};
 use virtio::VirtioDevice;
 use virtio::transport::pci::VirtioPci;
 
 use crate::error::{Error, host};
-use crate::layout::{ECAM, PCI_PORTS, PCI_WINDOW};
+use crate::layout::{PCI_PORTS, PCI_WINDOW};
 use crate::msi::KvmMsi;
+use crate::spaces::{BarRegion, Device, Spaces};
 
 /// A device on the bus, under its own lock.
 type Function = Arc<Mutex<VirtioPci>>;
 
-/// A BAR that answers, in memory or in port space.
-struct Range {
-    io: bool,
-    start: u64,
-    end: u64,
-    slot: u8,
-    bar: u8,
-    device: Function,
+/// A BAR as a region of the machine's memory or ports.
+struct Bar {
+    number: u8,
+    region: BarRegion,
+    /// Where it answers now.
+    at: Mutex<Option<u64>>,
 }
 
-/// A doorbell that KVM answers.
-struct Doorbell {
+/// A device and its place on the bus.
+struct OnBus {
     slot: u8,
-    at: IoAddress,
-    kick: EventFd,
+    device: Function,
+    bars: Vec<Bar>,
 }
 
 /// The bus, its devices and where they are.
 pub struct PciHost {
-    vm: Vm,
     ram: GuestRam,
     msi: KvmMsi,
+    spaces: Spaces,
+    /// Configuration space as a region.
+    ecam: RegionId,
     bus: Mutex<PciBus>,
-    devices: Vec<(u8, Function)>,
+    devices: Vec<OnBus>,
     /// Next free address of the BAR window, and next free port.
     next: u64,
     next_port: u64,
-    map: RwLock<Vec<Range>>,
-    doorbells: Mutex<Vec<Doorbell>>,
     /// Configuration space where the guest can read it without leaving.
     pages: Option<ConfigPages>,
 }
@@ -57,8 +56,8 @@ pub struct PciHost {
 /// A page of guest memory, read-only, for the configuration space of each function.
 struct ConfigPages {
     memory: GuestRam,
-    /// Slots on the bus in the order of their pages; `None` once a page is taken away.
-    slots: Mutex<Vec<Option<u8>>>,
+    /// Slots on the bus in the order of their pages, and the pages' regions; `None` where there is no page any more.
+    slots: Mutex<Vec<Option<(u8, RegionId)>>>,
 }
 
 /// The host bridge's slot.
@@ -67,19 +66,16 @@ const HOST_BRIDGE: u8 = 0;
 const CONFIG_PAGE: u64 = 0x1000;
 /// Of it, what may change.
 const HEADER_AND_CAPABILITIES: u64 = 0x100;
-/// First of KVM's memory slots for configuration space; RAM has the ones below.
-const FIRST_CONFIG_SLOT: u32 = 16;
-
-/// Where the guest sees the configuration space of function 0 of `slot`.
-fn config_at(slot: u8) -> Gpa {
-    Gpa(ECAM.0.0 + (u64::from(slot) << 15))
+/// Where the configuration space of function 0 of `slot` is in all of it.
+fn config_at(slot: u8) -> u64 {
+    u64::from(slot) << 15
 }
 
 /// Copies the first `len` bytes of the configuration space of `slot` to `at` in `memory`.
 fn copy_config(bus: &mut PciBus, slot: u8, len: u64, memory: &GuestRam, at: Gpa) {
     for offset in (0..len).step_by(4) {
         let mut word = [0; 4];
-        bus.ecam_read((u64::from(slot) << 15) + offset, &mut word);
+        bus.ecam_read(config_at(slot) + offset, &mut word);
         // The page was made for as many bytes.
         let _ = memory.write_bytes(Gpa(at.0 + offset), &word);
     }
@@ -90,21 +86,22 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl PciHost {
-    /// A bus with a host bridge and nothing else.
-    #[must_use]
-    pub fn new(vm: &Vm, ram: &GuestRam, msi: &KvmMsi) -> Self {
-        Self {
-            vm: vm.clone(),
+    /// A bus with a host bridge and nothing else, in `spaces`.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn new(spaces: &Spaces, ram: &GuestRam, msi: &KvmMsi) -> Result<Self, Error> {
+        Ok(Self {
             ram: ram.clone(),
             msi: msi.clone(),
+            spaces: spaces.clone(),
+            ecam: spaces.add_ecam()?,
             bus: Mutex::new(PciBus::new()),
             devices: Vec::new(),
             next: PCI_WINDOW.0.0,
             next_port: PCI_PORTS.0.into(),
-            map: RwLock::new(Vec::new()),
-            doorbells: Mutex::new(Vec::new()),
             pages: None,
-        }
+        })
     }
 
     /// Whether there is nothing on the bus but its host bridge.
@@ -127,10 +124,18 @@ impl PciHost {
             function.place(placement.bar, at);
             *next = at + placement.size;
         }
-        let function = Arc::new(Mutex::new(function));
-        let slot = lock(&self.bus).attach(function.clone()).map_err(|e| Error::TooMuch(e.to_string()))?;
-        self.devices.push((slot, function.clone()));
-        Ok(function)
+        // A bus has 32 slots.
+        let index = self.devices.len() as u8;
+        let mut bars = Vec::new();
+        for placement in function.placements() {
+            let bells = doorbells(&function, &placement).map_err(host("copy an eventfd"))?;
+            let region = self.spaces.make_bar(placement.io, placement.size, (index, placement.bar), bells)?;
+            bars.push(Bar { number: placement.bar, region, at: Mutex::new(None) });
+        }
+        let device = Arc::new(Mutex::new(function));
+        let slot = lock(&self.bus).attach(device.clone()).map_err(|e| Error::TooMuch(e.to_string()))?;
+        self.devices.push(OnBus { slot, device: device.clone(), bars });
+        Ok(device)
     }
 
     /// Reads configuration space at byte `offset` of the ECAM.
@@ -159,19 +164,19 @@ impl PciHost {
         if self.is_empty() {
             return Ok(());
         }
-        let slots: Vec<u8> = std::iter::once(HOST_BRIDGE).chain(self.devices.iter().map(|(slot, _)| *slot)).collect();
+        let slots: Vec<u8> = std::iter::once(HOST_BRIDGE).chain(self.devices.iter().map(|d| d.slot)).collect();
         let memory = GuestRam::anonymous(&[(Gpa(0), slots.len() as u64 * CONFIG_PAGE)])?;
         let Some((_, _, host)) = memory.regions().next() else { return Ok(()) };
         let mut bus = lock(&self.bus);
         let mut mapped = Vec::with_capacity(slots.len());
-        for (page, &slot) in (0u32..).zip(&slots) {
-            let at = u64::from(page) * CONFIG_PAGE;
+        for (page, &slot) in (0u64..).zip(&slots) {
+            let at = page * CONFIG_PAGE;
             copy_config(&mut bus, slot, CONFIG_PAGE, &memory, Gpa(at));
-            let (page, host) = (FIRST_CONFIG_SLOT + page, Hva(host.0 + at));
-            // SAFETY: the page is a part of `memory`, which `self` keeps until no vCPU runs any more; it holds what the
-            // guest may read of its devices.
-            let done = unsafe { self.vm.set_slot(page, config_at(slot), CONFIG_PAGE, host, true) };
-            mapped.push(done.is_ok().then_some(slot));
+            let kind = Kind::Rom(Hva(host.0 + at), Device::Ecam, config_at(slot));
+            let (owner, place) = (Arc::new(memory.clone()), (self.ecam, config_at(slot)));
+            // SAFETY: the page is a part of `memory`; it holds what the guest may read of its devices.
+            let page = unsafe { self.spaces.add_page(owner, CONFIG_PAGE, kind, place) };
+            mapped.push(page.ok().map(|region| (slot, region)));
         }
         drop(bus);
         self.pages = Some(ConfigPages { memory, slots: Mutex::new(mapped) });
@@ -183,76 +188,70 @@ impl PciHost {
     fn refresh(&self, bus: &mut PciBus, slot: u8) {
         let Some(pages) = &self.pages else { return };
         let mut slots = lock(&pages.slots);
-        let Some((page, mapped)) = (0u32..).zip(slots.iter_mut()).find(|(_, s)| **s == Some(slot)) else { return };
-        if self.devices.iter().any(|(s, device)| *s == slot && lock(device).window_in_use()) {
-            // SAFETY: a slot of no bytes needs no memory.
-            let _ = unsafe { self.vm.set_slot(FIRST_CONFIG_SLOT + page, config_at(slot), 0, Hva(0), true) };
-            *mapped = None;
-        } else {
-            let at = Gpa(u64::from(page) * CONFIG_PAGE);
-            copy_config(bus, slot, HEADER_AND_CAPABILITIES, &pages.memory, at);
-        }
-    }
-
-    /// Reads from the BAR at `at`; `false` if none is there.
-    pub fn bar_read(&self, at: IoAddress, data: &mut [u8]) -> bool {
-        let Some((device, bar, offset)) = self.find(at) else { return false };
-        lock(&device).bar_read(bar, offset, data);
-        true
-    }
-
-    /// Writes to the BAR at `at`; `false` if none is there.
-    pub fn bar_write(&self, at: IoAddress, data: &[u8]) -> bool {
-        let Some((device, bar, offset)) = self.find(at) else { return false };
-        lock(&device).bar_write(bar, offset, data);
-        true
-    }
-
-    fn find(&self, at: IoAddress) -> Option<(Function, u8, u64)> {
-        let (io, at) = match at {
-            IoAddress::Mmio(at) => (false, at.0),
-            IoAddress::Pio(port) => (true, port.into()),
-        };
-        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
-        let range = map.iter().find(|r| r.io == io && (r.start..r.end).contains(&at))?;
-        Some((range.device.clone(), range.bar, at - range.start))
-    }
-
-    /// Takes over where the BARs of `slot` are now: the map, and the doorbells that KVM answers.
-    fn follow(&self, slot: u8) {
-        let Some((_, device)) = self.devices.iter().find(|(s, _)| *s == slot) else { return };
-        let function = lock(device);
-        let placed: Vec<_> = function.placements().into_iter().filter(|p| p.enabled && p.address != 0).collect();
-        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
-        map.retain(|r| r.slot != slot);
-        for p in &placed {
-            let Some(end) = p.address.checked_add(p.size) else { continue };
-            map.push(Range { io: p.io, start: p.address, end, slot, bar: p.bar, device: device.clone() });
-        }
-        drop(map);
-        let mut doorbells = lock(&self.doorbells);
-        for old in doorbells.extract_if(.., |d| d.slot == slot) {
-            // It was registered with the same arguments, so this can't fail.
-            let _ = self.vm.remove_ioeventfd(&old.kick, old.at);
-        }
-        let (memory, ports) = (placed.iter().any(|p| !p.io), placed.iter().any(|p| p.io));
-        for (queue, kick) in function.kicks() {
-            let at = function.notify_address(queue).filter(|_| memory).map(IoAddress::Mmio);
-            let port = function.notify_port(queue).filter(|_| ports).map(IoAddress::Pio);
-            for at in at.into_iter().chain(port) {
-                let Ok(kick) = kick.try_clone() else { continue };
-                // Where KVM has no room (or the guest put two BARs in one place), kicks reach `bar_write` and work as well.
-                if self.vm.add_ioeventfd(&kick, at).is_ok() {
-                    doorbells.push(Doorbell { slot, at, kick });
-                }
+        let mine = |s: &Option<(u8, RegionId)>| s.is_some_and(|(s, _)| s == slot);
+        let Some((page, mapped)) = (0u64..).zip(slots.iter_mut()).find(|(_, s)| mine(s)) else { return };
+        if self.devices.iter().any(|d| d.slot == slot && lock(&d.device).window_in_use()) {
+            if let Some((_, region)) = mapped.take() {
+                self.spaces.remove(region);
             }
+        } else {
+            copy_config(bus, slot, HEADER_AND_CAPABILITIES, &pages.memory, Gpa(page * CONFIG_PAGE));
+        }
+    }
+
+    /// Reads from byte `offset` of BAR `bar` of the function with this index.
+    pub fn bar_read(&self, function: u8, bar: u8, offset: u64, data: &mut [u8]) {
+        match self.devices.get(usize::from(function)) {
+            Some(on_bus) => lock(&on_bus.device).bar_read(bar, offset, data),
+            None => data.fill(0xff),
+        }
+    }
+
+    /// Writes there.
+    pub fn bar_write(&self, function: u8, bar: u8, offset: u64, data: &[u8]) {
+        if let Some(on_bus) = self.devices.get(usize::from(function)) {
+            lock(&on_bus.device).bar_write(bar, offset, data);
+        }
+    }
+
+    /// Takes over where the BARs of `slot` are now.
+    fn follow(&self, slot: u8) {
+        let Some(on_bus) = self.devices.iter().find(|d| d.slot == slot) else { return };
+        let placed = lock(&on_bus.device).placements();
+        let mut moved = Vec::new();
+        for bar in &on_bus.bars {
+            let is = placed.iter().find(|p| p.bar == bar.number && p.enabled && p.address != 0).map(|p| p.address);
+            let mut was = lock(&bar.at);
+            if *was != is {
+                *was = is;
+                moved.push((bar.region, is));
+            }
+        }
+        if !moved.is_empty() {
+            self.spaces.move_bars(&moved);
         }
     }
 
     /// Stops all devices: work in flight is finished or dropped, threads end. The guest must not run any more.
     pub fn stop(&self) {
-        for (_, device) in &self.devices {
-            lock(device).reset();
+        for on_bus in &self.devices {
+            lock(&on_bus.device).reset();
         }
     }
+}
+
+/// The doorbells of `function` that lie in the BAR at `bar`.
+fn doorbells(function: &VirtioPci, bar: &Placement) -> std::io::Result<Vec<Doorbell>> {
+    let mut bells = Vec::new();
+    for (queue, kick) in function.kicks() {
+        let at = if bar.io {
+            function.notify_port(queue).map(u64::from)
+        } else {
+            function.notify_address(queue).map(|bell| bell.0)
+        };
+        let offset = at.and_then(|at| at.checked_sub(bar.address)).filter(|offset| *offset < bar.size);
+        let Some(offset) = offset else { continue };
+        bells.push(Doorbell { offset, value: None, fd: Arc::new(kick.try_clone()?) });
+    }
+    Ok(bells)
 }

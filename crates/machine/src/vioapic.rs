@@ -14,10 +14,12 @@ use base::mmap::Mmap;
 use base::{EFD_CLOEXEC, EventFd, Gpa, Hva};
 use irq::vioapic::{Counts, GuestWords, Mode, Pages, Registers};
 use irq::{IrqLine, MsiMessage, Vioapic};
-use kvm::{IoAddress, Vm};
+use kvm::Vm;
+use mem::space::Kind;
 
 use crate::error::{Error, host};
-use crate::layout::{VIOAPIC, VIOAPIC_SLOTS};
+use crate::layout::VIOAPIC;
+use crate::spaces::{Device, Spaces};
 
 /// A page, and each of the three parts of the controller.
 const PAGE: u64 = 0x1000;
@@ -70,7 +72,7 @@ impl Pace {
 
 /// The doorbell and who answers it.
 struct Doorbell {
-    fd: EventFd,
+    fd: Arc<EventFd>,
     over: AtomicBool,
 }
 
@@ -103,7 +105,7 @@ impl VioapicHost {
     ///
     /// # Errors
     /// [`Error::Host`] when the host has no memory, descriptor or thread left, [`Error::Kvm`] when KVM refuses its pages.
-    pub fn new(vm: &Vm, mode: spec::Vioapic) -> Result<Self, Error> {
+    pub fn new((vm, spaces): (&Vm, &Spaces), mode: spec::Vioapic) -> Result<Self, Error> {
         let memory = Mmap::anonymous(2 * PAGE as usize).map_err(host("map the interrupt controller's pages"))?;
         let (registers, words) = (memory.as_ptr() as u64, memory.as_ptr() as u64 + PAGE);
         let sender = {
@@ -117,17 +119,20 @@ impl VioapicHost {
         };
         let chip = Arc::new(Vioapic::new(Mapped(memory), word, sender));
         let fd = EventFd::new(EFD_CLOEXEC).map_err(host("make an eventfd"))?;
+        let fd = Arc::new(fd);
+        let bell = mem::space::Doorbell { offset: 2 * PAGE, value: None, fd: fd.clone() };
+        let bells = if word == Mode::Pv { vec![bell] } else { Vec::new() };
+        let region = spaces.add_device(VIOAPIC.0, VIOAPIC.1, Device::Vioapic, bells)?;
         if word != Mode::Trap {
-            // SAFETY: the page belongs to `chip`, which this value keeps; the run that owns it keeps it until no vCPU runs any
-            // more. It holds what the guest may read.
-            unsafe { vm.set_slot(VIOAPIC_SLOTS, VIOAPIC.0, PAGE, Hva(registers), true) }?;
+            let kind = Kind::Rom(Hva(registers), Device::Vioapic, 0);
+            // SAFETY: the page belongs to `chip`. It holds what the guest may read.
+            unsafe { spaces.add_page(chip.clone(), PAGE, kind, (region, 0)) }?;
         }
         let doorbell = Arc::new(Doorbell { fd, over: AtomicBool::new(false) });
         let mut thread = None;
         if word == Mode::Pv {
             // SAFETY: as above; the guest may write this one.
-            unsafe { vm.set_slot(VIOAPIC_SLOTS + 1, Gpa(VIOAPIC.0.0 + PAGE), PAGE, Hva(words), false) }?;
-            vm.add_ioeventfd(&doorbell.fd, IoAddress::Mmio(Gpa(VIOAPIC.0.0 + 2 * PAGE)))?;
+            unsafe { spaces.add_page(chip.clone(), PAGE, Kind::Ram(Hva(words)), (region, PAGE)) }?;
             let (chip, doorbell) = (chip.clone(), doorbell.clone());
             let run = move || answer(&chip, &doorbell);
             let spawned = std::thread::Builder::new().name("vioapic".to_owned()).stack_size(STACK).spawn(run);
@@ -147,23 +152,19 @@ impl VioapicHost {
         Some(Arc::new(Line { chip: self.chip.clone(), number }))
     }
 
-    /// Answers a read at `at`; `false` if that is none of its pages.
-    pub fn read(&self, at: u64, data: &mut [u8]) -> bool {
-        let Some(offset) = offset(at) else { return false };
+    /// Answers a read at byte `offset` of its pages.
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
         // The other pages are the guest's to write, or a doorbell: nothing to read.
         self.chip.read(offset, data);
-        true
     }
 
-    /// Answers a write at `at`; `false` if that is none of its pages.
-    pub fn write(&self, at: u64, data: &[u8]) -> bool {
-        let Some(offset) = offset(at) else { return false };
+    /// Answers a write at byte `offset` of its pages.
+    pub fn write(&self, offset: u64, data: &[u8]) {
         if offset >= 2 * PAGE {
             self.chip.doorbell();
         } else {
             self.chip.write(offset, data);
         }
-        true
     }
 
     /// What happened so far.
@@ -183,10 +184,6 @@ impl Drop for VioapicHost {
             let _ = thread.join();
         }
     }
-}
-
-fn offset(at: u64) -> Option<u64> {
-    at.checked_sub(VIOAPIC.0.0).filter(|offset| *offset < VIOAPIC.1)
 }
 
 /// The thread `vioapic`.

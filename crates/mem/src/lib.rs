@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guest memory: where it lies in the guest's address space and in ours, and bounded access to it.
+//! Guest memory: how it is described and found (`space`), where it lies in ours, and bounded access to it.
 //!
-//! `machine` makes one [`GuestRam`] per VM and registers its slots with KVM; `boot` and `virtio` read and write through it.
+//! `machine` makes one [`GuestRam`] and the address spaces of each VM; `boot` and `virtio` read and write through it.
 
 mod layout;
+mod publish;
 mod ram;
+#[cfg(not(loom))]
+mod readers;
+#[cfg(not(loom))]
+pub mod space;
 
 pub use layout::{HIGH_START, LOW_END, ranges};
+#[cfg(not(loom))]
+pub use publish::Published;
 pub use ram::{GuestRam, MemError, SharedRange};
 pub use vm_memory;

@@ -1,0 +1,399 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The machine's two address spaces, of memory and of ports: who answers where. KVM's slots and doorbells follow the first.
+//!
+//! `build` and the buses place regions, the guest's writes to configuration space move them; `dispatch` looks on each exit,
+//! on the vCPU's thread, without a lock.
+
+use std::any::Any;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use base::Gpa;
+use kvm::{IoAddress, Slot, Vm};
+use mem::GuestRam;
+use mem::space::{
+    AddressSpace, Change, Doorbell, FlatDoorbell, FlatView, Kind, Listener, MemorySlot, ROOT, RegionId, SlotSink,
+    Slots, SpaceError, Target, Tree,
+};
+
+use crate::error::Error;
+use crate::layout::{ACPI_PORT, ECAM, IOAPIC, PVPANIC_PORT, SERIAL_PORT};
+use crate::legacy::{DebugExit, I8042_COMMAND, I8042_DATA};
+use crate::timeline::{BOOT_PORT, DEBUG_PORT};
+
+/// Who answers accesses to memory that is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// Our I/O APIC.
+    IoApic,
+    /// The paravirtual interrupt controller.
+    Vioapic,
+    /// PCI configuration space.
+    Ecam,
+    /// A BAR of the PCI function with this index.
+    Bar {
+        /// Index in the bus's list.
+        function: u8,
+        /// BAR number.
+        bar: u8,
+    },
+    /// The page of registers with this number.
+    VirtioMmio(u8),
+}
+
+/// Who answers a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Port {
+    /// The 16550.
+    Serial,
+    /// The i8042's data port.
+    I8042Data,
+    /// The i8042's command port.
+    I8042Command,
+    /// pvpanic.
+    Pvpanic,
+    /// ACPI's sleep and reset registers.
+    Acpi,
+    /// A marker.
+    Marker,
+    /// The debug exit.
+    DebugExit,
+    /// A BAR of the PCI function with this index.
+    Bar {
+        /// Index in the bus's list.
+        function: u8,
+        /// BAR number.
+        bar: u8,
+    },
+}
+
+/// A BAR's region, in the one address space or the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BarRegion {
+    /// Of memory.
+    Memory(RegionId),
+    /// Of ports.
+    Ports(RegionId),
+}
+
+/// What is at an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum At {
+    /// RAM: a slot has it, or is just being made.
+    Ram,
+    /// A device; the access is at this byte of its region.
+    Device(Device, u64),
+    /// Nothing.
+    Nobody,
+}
+
+/// The machine's address spaces. Cloning shares them.
+#[derive(Clone)]
+pub struct Spaces(Arc<Inner>);
+
+struct Inner {
+    memory: AddressSpace<Device>,
+    ports: AddressSpace<Port>,
+    /// All memory that was ever placed, kept for as long as a slot may show it.
+    placed: Mutex<Vec<Owner>>,
+}
+
+/// What keeps placed memory where it is.
+pub type Owner = Arc<dyn Any + Send + Sync>;
+
+impl Inner {
+    fn keep(&self, owner: Owner) {
+        self.placed.lock().unwrap_or_else(PoisonError::into_inner).push(owner);
+    }
+}
+
+/// What goes before what, where a guest puts a BAR over something else.
+const BAR_PRIORITY: i32 = -1;
+/// Pages of a device, over the device itself.
+const PAGE_PRIORITY: i32 = 1;
+
+impl Spaces {
+    /// Address spaces for `vm`, with `ram` in them, each region at its own address.
+    ///
+    /// # Errors
+    /// [`Error::Space`] when KVM takes no more slots.
+    pub fn new(vm: &Vm, ram: &GuestRam) -> Result<Self, Error> {
+        let inner = Inner {
+            memory: AddressSpace::new(u64::MAX),
+            ports: AddressSpace::new(1 << 16),
+            placed: Mutex::new(Vec::new()),
+        };
+        let spaces = Self(Arc::new(inner));
+        // SAFETY: `placed` keeps all memory for which there are slots, and every vCPU's thread keeps `placed`: regions of
+        // memory are made here and in `add_page` alone, which put the memory there first.
+        let sink = unsafe { KvmSlots::new(vm) };
+        spaces.0.memory.listen(Box::new(Slots::new(sink, vm.most_slots())))?;
+        spaces.0.memory.listen(Box::new(Doorbells::new(vm, IoAddress::Mmio)))?;
+        // A port space has no more than 2^16 ports.
+        spaces.0.ports.listen(Box::new(Doorbells::new(vm, |at| IoAddress::Pio(at.0 as u16))))?;
+        for (at, size, host) in ram.regions() {
+            spaces.0.keep(Arc::new(ram.clone()));
+            spaces.0.memory.change(|tree| {
+                let region = tree.region(size, Kind::Ram(host))?;
+                tree.place(ROOT, at.0, 0, region)
+            })?;
+        }
+        Ok(spaces)
+    }
+
+    /// Places a device of `size` bytes with its doorbells.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn add_device(&self, at: Gpa, size: u64, device: Device, bells: Vec<Doorbell>) -> Result<RegionId, Error> {
+        Ok(self.0.memory.change(|tree| {
+            let region = tree.device(size, Kind::Mmio(device), bells)?;
+            tree.place(ROOT, at.0, 0, region)?;
+            Ok(region)
+        })?)
+    }
+
+    /// Makes BAR `bar` of the PCI function with index `function`, of ports if `io`; it is nowhere yet.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn make_bar(
+        &self,
+        io: bool,
+        size: u64,
+        (function, bar): (u8, u8),
+        bells: Vec<Doorbell>,
+    ) -> Result<BarRegion, Error> {
+        Ok(if io {
+            let kind = Kind::Mmio(Port::Bar { function, bar });
+            BarRegion::Ports(self.0.ports.change(|tree| tree.device(size, kind, bells))?)
+        } else {
+            let kind = Kind::Mmio(Device::Bar { function, bar });
+            BarRegion::Memory(self.0.memory.change(|tree| tree.device(size, kind, bells))?)
+        })
+    }
+
+    /// Puts BARs where they are now, those of each address space at once; `None` is nowhere, and so is what lies past all
+    /// addresses.
+    pub fn move_bars(&self, bars: &[(BarRegion, Option<u64>)]) {
+        let memory = bars.iter().filter_map(|(region, at)| match region {
+            BarRegion::Memory(region) => Some((*region, *at)),
+            BarRegion::Ports(_) => None,
+        });
+        let ports = bars.iter().filter_map(|(region, at)| match region {
+            BarRegion::Ports(region) => Some((*region, *at)),
+            BarRegion::Memory(_) => None,
+        });
+        let moved =
+            self.0.memory.change(|tree| move_all(tree, memory)).and(self.0.ports.change(|t| move_all(t, ports)));
+        // Only a bug of ours: BARs are no memory, so KVM is not asked for anything that it could refuse.
+        debug_assert!(moved.is_ok());
+    }
+
+    /// Shows the guest `size` bytes of memory over a device's region, `at` bytes from its start.
+    ///
+    /// # Safety
+    /// The memory of `kind` is mapped for as long as `owner` lives, and holds nothing that the guest may not see or, if it is
+    /// RAM, write.
+    ///
+    /// # Errors
+    /// [`Error::Space`] where KVM can't.
+    pub unsafe fn add_page(
+        &self,
+        owner: Owner,
+        size: u64,
+        kind: Kind<Device>,
+        (over, at): (RegionId, u64),
+    ) -> Result<RegionId, Error> {
+        self.0.keep(owner);
+        Ok(self.0.memory.change(|tree| {
+            let region = tree.region(size, kind)?;
+            tree.place(over, at, PAGE_PRIORITY, region)?;
+            Ok(region)
+        })?)
+    }
+
+    /// Takes a region away; the device below it answers again.
+    pub fn remove(&self, region: RegionId) {
+        // A slot that KVM made a moment ago it takes back, too.
+        let _ = self.0.memory.change(|tree| tree.unplace(region));
+    }
+
+    /// Places what every machine has beside RAM: configuration space and, if it is ours, the I/O APIC.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn add_ioapic(&self) -> Result<(), Error> {
+        self.add_device(IOAPIC.0, IOAPIC.1, Device::IoApic, Vec::new()).map(drop)
+    }
+
+    /// Places PCI configuration space.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn add_ecam(&self) -> Result<RegionId, Error> {
+        self.add_device(ECAM.0, ECAM.1, Device::Ecam, Vec::new())
+    }
+
+    /// Places the ports.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn add_ports(&self, serial: bool, debug_exit: Option<DebugExit>) -> Result<(), Error> {
+        Ok(self.0.ports.change(|tree| place_ports(tree, serial, debug_exit))?)
+    }
+
+    /// What is at `at` of memory.
+    #[inline]
+    #[must_use]
+    pub fn memory_at(&self, at: u64) -> At {
+        self.0.memory.read(|view| match view.find(at) {
+            None => At::Nobody,
+            Some(range) => match &range.target {
+                Target::Mmio(device) => At::Device(*device, range.offset + (at - range.start)),
+                Target::Rom(_, Some((device, first))) => At::Device(*device, first + (at - range.start)),
+                Target::Ram(_) | Target::Rom(_, None) => At::Ram,
+            },
+        })
+    }
+
+    /// Who answers `port`, and at which byte of its region.
+    #[inline]
+    #[must_use]
+    pub fn port_at(&self, port: u16) -> Option<(Port, u16)> {
+        self.0.ports.read(|view| port_in(view, port))
+    }
+}
+
+fn move_all<D: Clone>(
+    tree: &mut Tree<D>,
+    bars: impl Iterator<Item = (RegionId, Option<u64>)> + Clone,
+) -> Result<(), SpaceError> {
+    for (region, _) in bars.clone() {
+        tree.unplace(region)?;
+    }
+    for (region, at) in bars {
+        let Some(at) = at else { continue };
+        match tree.place(ROOT, at, BAR_PRIORITY, region) {
+            Err(SpaceError::Outside { .. }) | Ok(()) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+fn place_ports(tree: &mut Tree<Port>, serial: bool, debug_exit: Option<DebugExit>) -> Result<(), SpaceError> {
+    let mut ports = vec![
+        (I8042_DATA, 1, Port::I8042Data, 0),
+        (I8042_COMMAND, 1, Port::I8042Command, 0),
+        (PVPANIC_PORT, 1, Port::Pvpanic, 0),
+        (ACPI_PORT, 3, Port::Acpi, 0),
+        (BOOT_PORT, 1, Port::Marker, 0),
+        (DEBUG_PORT, 1, Port::Marker, 0),
+    ];
+    if serial {
+        ports.push((SERIAL_PORT, 8, Port::Serial, 0));
+    }
+    // Wherever the user puts it, it takes no port that has a meaning.
+    ports.extend(debug_exit.map(|exit| (exit.first(), spec::DEBUG_EXIT_PORTS.into(), Port::DebugExit, -1)));
+    for (at, size, port, priority) in ports {
+        let region = tree.region(size, Kind::Mmio(port))?;
+        tree.place(ROOT, at.into(), priority, region)?;
+    }
+    Ok(())
+}
+
+#[inline]
+fn port_in(view: &FlatView<Port>, port: u16) -> Option<(Port, u16)> {
+    let range = view.find(port.into())?;
+    let Target::Mmio(who) = range.target else { return None };
+    // A port space has as many bytes.
+    Some((who, (range.offset + (u64::from(port) - range.start)) as u16))
+}
+
+/// KVM's slots, as `mem` asks for them.
+struct KvmSlots(Vm);
+
+impl KvmSlots {
+    /// # Safety
+    /// Memory in the address space that this follows stays mapped for as long as a vCPU of `vm` may run, and holds nothing
+    /// that the guest may not see.
+    unsafe fn new(vm: &Vm) -> Self {
+        Self(vm.clone())
+    }
+}
+
+impl SlotSink for KvmSlots {
+    fn set(&mut self, number: u32, slot: &MemorySlot) -> io::Result<()> {
+        let MemorySlot { at, size, host, readonly, log } = *slot;
+        // SAFETY: what `new` demands.
+        unsafe { self.0.set_slot(&Slot { number, at, size, host, readonly, log }) }.map_err(io::Error::from)
+    }
+
+    fn remove(&mut self, number: u32, slot: &MemorySlot) -> io::Result<()> {
+        self.0.remove_slot(number, slot.at).map_err(io::Error::from)
+    }
+}
+
+/// Doorbells that KVM answers. Where it has no room, or the guest put two BARs in one place, kicks reach the device's
+/// registers and work as well.
+struct Doorbells {
+    vm: Vm,
+    /// What KVM calls a place in this address space.
+    space: fn(Gpa) -> IoAddress,
+    answered: Vec<FlatDoorbell>,
+}
+
+impl Doorbells {
+    fn new(vm: &Vm, space: fn(Gpa) -> IoAddress) -> Self {
+        Self { vm: vm.clone(), space, answered: Vec::new() }
+    }
+}
+
+impl<D> Listener<D> for Doorbells {
+    fn apply(&mut self, change: &Change<'_, D>) -> Result<(), SpaceError> {
+        for gone in &change.unbelled {
+            let same = |bell: &mut FlatDoorbell| {
+                bell.at == gone.at && bell.value == gone.value && Arc::ptr_eq(&bell.fd, &gone.fd)
+            };
+            for bell in self.answered.extract_if(.., same) {
+                // It was registered with the same arguments, so this can't fail.
+                let _ = self.vm.remove_ioeventfd(&bell.fd, (self.space)(bell.at), bell.value);
+            }
+        }
+        for new in &change.belled {
+            if self.vm.add_ioeventfd(&new.fd, (self.space)(new.at), new.value).is_ok() {
+                self.answered.push((*new).clone());
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_port_has_its_answer() {
+        let ports = AddressSpace::new(1 << 16);
+        ports.change(|tree| place_ports(tree, true, Some(DebugExit::new(0xf4).unwrap()))).unwrap();
+        let who = |port| ports.read(|view| port_in(view, port));
+        assert_eq!(
+            [who(0x3f7), who(0x3f8), who(0x3ff), who(0x400)],
+            [None, Some((Port::Serial, 0)), Some((Port::Serial, 7)), None]
+        );
+        assert_eq!(
+            [who(0x60), who(0x61), who(0x64)],
+            [Some((Port::I8042Data, 0)), None, Some((Port::I8042Command, 0))]
+        );
+        assert_eq!([who(0x600), who(0x602), who(0x603)], [Some((Port::Acpi, 0)), Some((Port::Acpi, 2)), None]);
+        assert_eq!([who(0xf3), who(0xf4), who(0xf7)], [None, Some((Port::DebugExit, 0)), Some((Port::DebugExit, 3))]);
+        assert_eq!(
+            [who(0x80), who(0x3f0), who(0x505)],
+            [Some((Port::Marker, 0)), Some((Port::Marker, 0)), Some((Port::Pvpanic, 0))]
+        );
+        assert_eq!([who(0), who(0xffff)], [None, None]);
+    }
+}
