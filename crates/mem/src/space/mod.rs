@@ -56,6 +56,8 @@ pub enum SpaceError {
 
 struct Writer<D> {
     tree: Tree<D>,
+    /// What readers see.
+    view: FlatView<D>,
     listeners: Vec<Box<dyn Listener<D>>>,
 }
 
@@ -70,7 +72,10 @@ impl<D: Clone + Send + Sync> AddressSpace<D> {
     #[must_use]
     pub fn new(size: u64) -> Self {
         let tree = Tree::new(size);
-        Self { writer: Mutex::new(Writer { tree, listeners: Vec::new() }), view: Published::new(FlatView::empty()) }
+        Self {
+            writer: Mutex::new(Writer { tree, view: FlatView::empty(), listeners: Vec::new() }),
+            view: Published::new(FlatView::empty()),
+        }
     }
 
     fn writer(&self) -> MutexGuard<'_, Writer<D>> {
@@ -83,8 +88,7 @@ impl<D: Clone + Send + Sync> AddressSpace<D> {
     /// [`SpaceError::Refused`] when it can't; it is gone then.
     pub fn listen(&self, mut listener: Box<dyn Listener<D>>) -> Result<(), SpaceError> {
         let mut writer = self.writer();
-        let view = FlatView::render(&writer.tree);
-        listener.apply(&Change::between(&FlatView::empty(), &view))?;
+        listener.apply(&Change::between(&FlatView::empty(), &writer.view))?;
         writer.listeners.push(listener);
         Ok(())
     }
@@ -95,22 +99,18 @@ impl<D: Clone + Send + Sync> AddressSpace<D> {
     /// # Errors
     /// What `edit` gives, and [`SpaceError::Refused`] of a listener.
     pub fn change<R>(&self, edit: impl FnOnce(&mut Tree<D>) -> Result<R, SpaceError>) -> Result<R, SpaceError> {
-        let mut writer = self.writer();
+        let mut guard = self.writer();
+        let writer = &mut *guard;
         let mut tree = writer.tree.clone();
         let result = edit(&mut tree)?;
-        let (old, new) = (FlatView::render(&writer.tree), FlatView::render(&tree));
-        let change = Change::between(&old, &new);
-        if !change.is_empty() {
-            for at in 0..writer.listeners.len() {
-                let Some(Err(refused)) = writer.listeners.get_mut(at).map(|l| l.apply(&change)) else { continue };
-                let back = Change::between(&new, &old);
-                for listener in writer.listeners.iter_mut().take(at).rev() {
-                    // What was there a moment ago is put back; a host that refuses that has no way out to offer.
-                    let _ = listener.apply(&back);
-                }
-                return Err(refused);
+        if tree.take_moved() {
+            let new = FlatView::render(&tree);
+            let change = Change::between(&writer.view, &new);
+            if !change.is_empty() {
+                follow(&mut writer.listeners, &change, || Change::between(&new, &writer.view))?;
+                self.view.publish(new.clone());
+                writer.view = new;
             }
-            self.view.publish(new);
         }
         writer.tree = tree;
         Ok(result)
@@ -127,4 +127,22 @@ impl<D: Clone + Send + Sync> AddressSpace<D> {
         let _one_at_a_time = self.writer();
         self.view.synchronize();
     }
+}
+
+/// Tells all listeners of `change`; when one refuses, those before it are told the way `back`.
+fn follow<'a, D: 'a>(
+    listeners: &mut [Box<dyn Listener<D>>],
+    change: &Change<'_, D>,
+    back: impl FnOnce() -> Change<'a, D>,
+) -> Result<(), SpaceError> {
+    for at in 0..listeners.len() {
+        let Some(Err(refused)) = listeners.get_mut(at).map(|l| l.apply(change)) else { continue };
+        let back = back();
+        for listener in listeners.iter_mut().take(at).rev() {
+            // What was there a moment ago is put back; a host that refuses that has no way out to offer.
+            let _ = listener.apply(&back);
+        }
+        return Err(refused);
+    }
+    Ok(())
 }

@@ -75,12 +75,14 @@ pub(super) struct Region<D> {
 pub struct Tree<D> {
     regions: BTreeMap<RegionId, Region<D>>,
     next: u32,
+    /// Something that can be seen may have changed.
+    moved: bool,
 }
 
 impl<D: Clone> Tree<D> {
     /// An empty address space of `size` bytes.
     pub(super) fn new(size: u64) -> Self {
-        let mut tree = Self { regions: BTreeMap::new(), next: 0 };
+        let mut tree = Self { regions: BTreeMap::new(), next: 0, moved: false };
         tree.make(size, Kind::Container, Arc::new([]));
         tree
     }
@@ -112,6 +114,11 @@ impl<D: Clone> Tree<D> {
             return Err(SpaceError::Outside { at: 0, size });
         }
         Ok(self.make(size, kind, bells.into()))
+    }
+
+    /// Whether anything was placed, taken out or marked since this was last asked.
+    pub(super) fn take_moved(&mut self) -> bool {
+        std::mem::take(&mut self.moved)
     }
 
     pub(super) fn get(&self, id: RegionId) -> Result<&Region<D>, SpaceError> {
@@ -149,6 +156,7 @@ impl<D: Clone> Tree<D> {
         let before = children.partition_point(|c| c.priority > priority);
         children.insert(before, Child { at, priority, id: child });
         self.get_mut(child)?.parent = Some(parent);
+        self.moved = true;
         Ok(())
     }
 
@@ -178,6 +186,7 @@ impl<D: Clone> Tree<D> {
     pub fn unplace(&mut self, child: RegionId) -> Result<(), SpaceError> {
         if let Some(parent) = self.get_mut(child)?.parent.take() {
             self.get_mut(parent)?.children.retain(|c| c.id != child);
+            self.moved = true;
         }
         Ok(())
     }
@@ -202,6 +211,7 @@ impl<D: Clone> Tree<D> {
     /// [`SpaceError::Unknown`].
     pub fn set_log(&mut self, id: RegionId, log: bool) -> Result<(), SpaceError> {
         self.get_mut(id)?.log = log;
+        self.moved = true;
         Ok(())
     }
 }
