@@ -10,6 +10,7 @@ pub mod mmap;
 pub mod news;
 pub mod reactor;
 mod resident;
+pub mod sched;
 pub mod segs;
 pub mod units;
 

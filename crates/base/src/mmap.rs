@@ -2,7 +2,19 @@
 //! A private or shared mapping that unmaps itself. `mem` makes guest memory of it.
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
+
+/// Advice that changes nothing of what memory holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Advice {
+    /// Huge pages wherever they fit.
+    HugePages = libc::MADV_HUGEPAGE,
+    /// Small pages alone.
+    NoHugePages = libc::MADV_NOHUGEPAGE,
+    /// Pages that are alike may become one (KSM).
+    Mergeable = libc::MADV_MERGEABLE,
+}
 
 /// A mapping owned by this value.
 #[derive(Debug)]
@@ -48,6 +60,72 @@ impl Mmap {
         }
         whole.len = len;
         Ok(whole)
+    }
+
+    /// Takes `len` bytes of addresses, from a multiple of `align` (as in [`Mmap::anonymous_aligned`]) on, with nothing behind
+    /// them: for [`Mmap::put`]. Until then an access is a fault.
+    ///
+    /// # Errors
+    /// As [`Mmap::anonymous_aligned`].
+    pub fn reserved(len: usize, align: usize) -> io::Result<Self> {
+        let room = Self::anonymous_aligned(len, align)?;
+        // SAFETY: the range is this mapping, which nobody has seen.
+        let rc = unsafe { libc::mprotect(room.ptr.cast(), room.len, libc::PROT_NONE) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(room) }
+    }
+
+    /// Puts memory behind `len` bytes from `at` on, in place of what was there: anonymous, or `file` from an offset on, and
+    /// with further flags of `mmap` (shared or private, huge pages).
+    ///
+    /// # Errors
+    /// What `mmap` says, `EINVAL` for what is not in this mapping. What was there may be gone.
+    pub fn put(&mut self, at: usize, len: usize, file: Option<(RawFd, u64)>, flags: libc::c_int) -> io::Result<()> {
+        let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(invalid());
+        }
+        let (fd, offset, kind) = match file {
+            Some((fd, offset)) => (fd, libc::off_t::try_from(offset).map_err(|_| invalid())?, 0),
+            None => (-1, 0, libc::MAP_ANONYMOUS),
+        };
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the range is inside this mapping, whose owner is borrowed: nobody holds a reference into it.
+        let got = unsafe { libc::mmap(self.ptr.add(at).cast(), len, prot, flags | kind | libc::MAP_FIXED, fd, offset) };
+        if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Gives the kernel advice on all of it, such as `MADV_MERGEABLE`.
+    ///
+    /// # Errors
+    /// What `madvise` says.
+    pub fn advise(&self, advice: Advice) -> io::Result<()> {
+        // SAFETY: the range is this mapping; none of these changes its contents.
+        let rc = unsafe { libc::madvise(self.ptr.cast(), self.len, advice as libc::c_int) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Has all of it come from one node of the host's memory; what exists already stays where it is.
+    ///
+    /// # Errors
+    /// What `mbind` says, `EINVAL` for a node that is not there.
+    pub fn bind_to_node(&self, node: u32) -> io::Result<()> {
+        let mut mask = [0u64; 16];
+        let word = mask.get_mut(node as usize / 64).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
+        *word = 1 << (node % 64);
+        let bits = mask.len() * 64;
+        // SAFETY: the range is this mapping; the mask is as long as said.
+        let rc = unsafe { libc::syscall(libc::SYS_mbind, self.ptr, self.len, libc::MPOL_BIND, mask.as_ptr(), bits, 0) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Makes all of it exist, writable, without a change of contents.
+    ///
+    /// # Errors
+    /// What `madvise` says, `EINVAL` before Linux 5.14.
+    pub fn populate(&self) -> io::Result<()> {
+        // SAFETY: the range is this mapping; populating does not change its contents.
+        let rc = unsafe { libc::madvise(self.ptr.cast(), self.len, libc::MADV_POPULATE_WRITE) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     /// Asks for transparent huge pages. A hint: a host without them leaves it at small pages.

@@ -5,6 +5,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 use base::Gpa;
 use boot::{Platform, Serial, Source};
@@ -27,6 +28,7 @@ use crate::legacy::{AcpiPorts, Coalesced, DebugExit, SerialPort};
 use crate::lines::Lines;
 use crate::mmio_host::{announce, last_gsi};
 use crate::msi::KvmMsi;
+use crate::ready::{self, Later, StartUp};
 use crate::registry::Registry;
 use crate::spaces::Spaces;
 use crate::timeline::Timeline;
@@ -54,6 +56,10 @@ pub struct Built {
     pub timer: Arc<Timer>,
     /// The guest's power button: one edge, one press.
     pub button: Arc<dyn IrqLine>,
+    /// What is left to do for the memory.
+    pub later: Later,
+    /// What took how long so far.
+    pub startup: StartUp,
 }
 
 /// Builds the VM that `spec` describes; with `remote` so that it can be asked for changes. Its steps go to `timeline`.
@@ -67,8 +73,12 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let debug_exit = spec.debug_exit.map(DebugExit::new).transpose()?;
     let vm = kvm.create_vm()?;
     idle(spec, &vm)?;
-    let ram = GuestRam::anonymous(&mem::ranges(spec.memory.size))?;
+    let mut startup = StartUp::default();
+    let ram = ready::find(spec, &mut startup)?;
+    let later = ready::make(spec, &ram, &mut startup)?;
+    let begun = Instant::now();
     let spaces = Spaces::new(&vm, &ram)?;
+    startup.map_ns = ready::nanoseconds(begun);
     let pins = irqchip(spec, &vm)?;
     if pins.is_some() {
         spaces.add_ioapic()?;
@@ -97,6 +107,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let loaded = load(spec, topology.apic_ids(), &ram, &bus)?;
     timeline.note("kernel, initrd and tables");
 
+    let begun = Instant::now();
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));
     for index in 0..spec.cpus.count {
         let vcpu = vm.create_vcpu(topology.seat(index).apic_id)?;
@@ -114,10 +125,11 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     if let (Some(port), Some(ring)) = (&mut serial, vcpus.first().and_then(Vcpu::coalesced_ring)) {
         port.coalesce(Coalesced::new(&vm, ring, layout::SERIAL_PORT));
     }
+    startup.vcpu_ns = ready::nanoseconds(begun);
     timeline.note("vCPUs");
     let dispatch = Dispatch::new((control, timeline.clone()), (spaces, ram.clone()), serial, bus);
     let dispatch = Arc::new(dispatch.with_ioapic(ioapic).with_vioapic(vioapic));
-    Ok(Built { vm, ram, vcpus, dispatch, registry, timer, button })
+    Ok(Built { vm, ram, vcpus, dispatch, registry, timer, button, later, startup })
 }
 
 /// Makes the interrupt chips; gives the number of pins of the I/O APIC if that is ours.

@@ -11,6 +11,7 @@ use kvm::{StatKind, StatUnit, StatValue};
 use serde::Serialize;
 
 use crate::places::Place;
+use crate::ready::StartUp;
 use crate::timeline::Moment;
 
 /// Who an exit was for. The order is that of the table.
@@ -263,6 +264,8 @@ pub struct Ledger {
     pub devices: Vec<DeviceLedger>,
     /// Exits that the user had left out, as `hlt`.
     pub disabled_exits: Vec<&'static str>,
+    /// What the phases of the start took.
+    pub startup: StartUp,
     /// What had been reached when; with exits if the timeline was asked for.
     pub timeline: Vec<Moment>,
     /// Exits to the monitor by place, most frequent first; empty unless the timeline was asked for.
@@ -344,6 +347,7 @@ impl fmt::Display for Ledger {
             mib(self.memory.monitor_rss),
             mib(self.memory.monitor_pss)
         )?;
+        writeln!(f, "{}", self.startup.line())?;
         let mut totals: BTreeMap<&str, u64> = BTreeMap::new();
         for (name, value) in self.vcpus.iter().flat_map(|v| &v.kvm) {
             *totals.entry(name).or_default() += value;
@@ -400,7 +404,12 @@ pub fn memory(smaps: &str, guest: &[(u64, u64)]) -> MemoryLedger {
         let Some(kib) = second.and_then(|w| w.parse::<u64>().ok()) else { continue };
         match (first, in_guest) {
             ("Rss:", true) => out.guest_rss += kib << 10,
-            ("AnonHugePages:", true) => out.guest_huge += kib << 10,
+            ("AnonHugePages:" | "ShmemPmdMapped:" | "FilePmdMapped:", true) => out.guest_huge += kib << 10,
+            // Pages that the host has set aside are in no other count.
+            ("Shared_Hugetlb:" | "Private_Hugetlb:", true) => {
+                out.guest_rss += kib << 10;
+                out.guest_huge += kib << 10;
+            }
             ("Rss:", false) => out.monitor_rss += kib << 10,
             ("Pss:", false) => out.monitor_pss += kib << 10,
             _ => {}

@@ -20,6 +20,7 @@ use crate::error::{Error, host};
 use crate::ledger::{DeviceLedger, Ledger, VcpuLedger, memory, plain, ticks};
 use crate::legacy::SerialPort;
 use crate::places::{Place, Places};
+use crate::ready::{Background, Later, StartUp};
 use crate::registry::Registry;
 use crate::remote::{Controls, Remote};
 use crate::signals::Signals;
@@ -122,7 +123,7 @@ fn guest_run(
     let Whole { clock, timeline, signals } = whole;
     let built = build::build(vm, io, remote.is_some(), timeline)?;
     let setup = clock.begun.elapsed();
-    let Built { vm: kvm_vm, ram, vcpus, dispatch, mut registry, timer, button } = built;
+    let Built { vm: kvm_vm, ram, vcpus, dispatch, mut registry, timer, button, later, mut startup } = built;
     if accounting == Accounting::Places {
         timeline.count(vcpus.iter().filter_map(Vcpu::stats).collect());
     }
@@ -133,7 +134,8 @@ fn guest_run(
         }
         None => None,
     };
-    let vcpus = start(vcpus, &vm.cpu_pin, &dispatch, accounting)?;
+    let background = Background::start(&later)?;
+    let vcpus = start(vcpus, &vm.cpu_pin, &dispatch, &later, accounting)?;
     tell_costs(vm, io);
     let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &*button };
     // From here on the guest is over when this returns: whatever goes wrong can only make the account poorer.
@@ -144,6 +146,12 @@ fn guest_run(
     });
     // Nobody asks for anything from here on; what was being done is done.
     drop(serving);
+    if let Some(background) = background {
+        startup.ready = background.stop();
+    }
+    if let Later::Vcpus(work) = &later {
+        startup.ready = work.done();
+    }
     let stopped: Vec<Stopped> = vcpus.into_iter().filter_map(vcpu::Started::stop).collect();
     dispatch.with_serial(SerialPort::flush);
     registry.drain();
@@ -161,6 +169,7 @@ fn guest_run(
     }));
     let mut ledger = account(clock, setup, &stopped, devices, &ranges, &kvm_vm);
     ledger.disabled_exits = vm.disable_exits.words().collect();
+    ledger.startup = startup;
     if accounting != Accounting::Places {
         ledger.timeline = timeline.take();
     }
@@ -171,13 +180,15 @@ fn start(
     vcpus: Vec<Vcpu>,
     pin: &CpuPin,
     dispatch: &Arc<Dispatch>,
+    later: &Later,
     accounting: Accounting,
 ) -> Result<Vec<vcpu::Started>, Error> {
     let mut started = Vec::with_capacity(vcpus.len());
     let pins = pin.pins();
     for (id, cpu) in (0u8..).zip(vcpus) {
         let pin = pins.iter().find(|(vcpu, _)| *vcpu == id).map(|(_, cpus)| CpuSet::of(cpus));
-        match vcpu::spawn(id, cpu, pin, dispatch.clone(), accounting) {
+        let first = if let Later::Vcpus(work) = later { Some(work.clone()) } else { None };
+        match vcpu::spawn(id, cpu, vcpu::Before { pin, memory: first }, dispatch.clone(), accounting) {
             Ok(thread) => started.push(thread),
             Err(e) => {
                 dispatch.control().finish(Outcome::Killed);
@@ -322,6 +333,7 @@ fn account(
         vcpus: vcpus.collect(),
         devices,
         disabled_exits: Vec::new(),
+        startup: StartUp::default(),
         timeline: Vec::new(),
         places: most_frequent(stopped),
         memory: memory(&smaps, guest),

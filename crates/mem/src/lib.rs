@@ -3,16 +3,21 @@
 //!
 //! `machine` makes one [`GuestRam`] and the address spaces of each VM; `boot` and `virtio` read and write through it.
 
+pub mod backing;
 mod layout;
+pub mod pool;
+pub mod prealloc;
 mod publish;
 mod ram;
 #[cfg(not(loom))]
 mod readers;
 #[cfg(not(loom))]
 pub mod space;
+mod zero;
 
 pub use layout::{HIGH_START, LOW_END, ranges};
 #[cfg(not(loom))]
 pub use publish::Published;
 pub use ram::{GuestRam, MemError, SharedRange};
 pub use vm_memory;
+pub use zero::Zeroing;

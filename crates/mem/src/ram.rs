@@ -14,6 +14,8 @@ use vm_memory::{
     GuestRegionMmap, MmapRegion, VolatileSlice,
 };
 
+use crate::pool::Lent;
+
 /// What can go wrong with guest memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemError {
@@ -24,6 +26,66 @@ pub enum MemError {
         size: u64,
         /// The host's reason.
         source: io::Error,
+    },
+    /// The host has too few huge pages set aside.
+    #[error(
+        "the guest needs {want} pages of {page} and {free} are free: memory.pages; write a larger number to \
+         {folder}/nr_hugepages, or add fallback=on"
+    )]
+    HugePages {
+        /// Pages it takes.
+        want: u64,
+        /// Pages there are.
+        free: u64,
+        /// Size of one.
+        page: String,
+        /// Where the host counts them.
+        folder: String,
+    },
+    /// What should be behind the memory can't be.
+    #[error("{what}, {source}: {place}; {hint}")]
+    Backing {
+        /// What can't.
+        what: String,
+        /// Key of the description.
+        place: &'static str,
+        /// The host's reason.
+        source: io::Error,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// The host has no such node.
+    #[error(
+        "memory can't come from node {node}, {source}: memory.host-node; `ls /sys/devices/system/node` lists nodes"
+    )]
+    Node {
+        /// The node.
+        node: u32,
+        /// The host's reason.
+        source: io::Error,
+    },
+    /// The host gave some of it and no more.
+    #[error(
+        "{done} MiB of {size} MiB of guest memory could be had, then no more, {source}: memory; ask for less, free some \
+         on the host, or raise the limit of this cgroup"
+    )]
+    Ready {
+        /// MiB that exist.
+        done: u64,
+        /// MiB asked for.
+        size: u64,
+        /// The host's reason.
+        source: io::Error,
+    },
+    /// The pool did not lend it.
+    #[error("{what}: memory.pool {socket}; {hint}")]
+    Pool {
+        /// What went wrong.
+        what: String,
+        /// The pool's socket.
+        socket: String,
+        /// What to do.
+        hint: &'static str,
     },
     /// The ranges overlap or are empty.
     #[error("guest memory ranges are empty or overlap: {0}")]
@@ -54,7 +116,14 @@ const ALIGN: usize = 2 << 20;
 pub struct GuestRam {
     map: Arc<GuestMemoryMmap<()>>,
     /// Owns the memory that `map` only points to; dropped with the last clone.
-    _owner: Arc<Vec<Mmap>>,
+    _owner: Arc<Owner>,
+}
+
+/// Mappings, and then the loan that they are of: dropped in this order.
+#[derive(Debug)]
+struct Owner {
+    _maps: Vec<Mmap>,
+    _lent: Option<Lent>,
 }
 
 impl GuestRam {
@@ -64,12 +133,26 @@ impl GuestRam {
     /// # Errors
     /// [`MemError::Map`] when the host refuses, [`MemError::Layout`] for overlapping ranges.
     pub fn anonymous(ranges: &[(Gpa, u64)]) -> Result<Self, MemError> {
-        let mut regions = Vec::with_capacity(ranges.len());
-        let mut owner = Vec::with_capacity(ranges.len());
+        let mut parts = Vec::with_capacity(ranges.len());
         for &(at, size) in ranges {
             let len = usize::try_from(size).map_err(|_| MemError::Layout(format!("{at} of {size} bytes")))?;
             let mine = Mmap::anonymous_aligned(len, ALIGN).map_err(|source| MemError::Map { size, source })?;
             mine.advise_huge_pages();
+            parts.push((at, mine));
+        }
+        Self::of(parts, None)
+    }
+
+    /// Memory of mappings that are readable and writable, each at its guest address; given back to the pool it was `lent`
+    /// by when the last clone is gone.
+    ///
+    /// # Errors
+    /// [`MemError::Layout`] for ranges that overlap.
+    pub(crate) fn of(parts: Vec<(Gpa, Mmap)>, lent: Option<Lent>) -> Result<Self, MemError> {
+        let mut regions = Vec::with_capacity(parts.len());
+        let mut owner = Vec::with_capacity(parts.len());
+        for (at, mine) in parts {
+            let (len, size) = (mine.len(), mine.len() as u64);
             let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
             // SAFETY: `mine` maps len bytes with these permissions and is kept beside the map for as long as any clone
             // of this value lives.
@@ -81,7 +164,7 @@ impl GuestRam {
             regions.push(region);
         }
         let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
-        Ok(Self { map: Arc::new(map), _owner: Arc::new(owner) })
+        Ok(Self { map: Arc::new(map), _owner: Arc::new(Owner { _maps: owner, _lent: lent }) })
     }
 
     /// Maps memory that another process owns, shared with it. A file that is shorter than its range is refused; one that
@@ -115,7 +198,7 @@ impl GuestRam {
         }
         regions.sort_by_key(GuestMemoryRegion::start_addr);
         let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
-        Ok(Self { map: Arc::new(map), _owner: Arc::new(owner) })
+        Ok(Self { map: Arc::new(map), _owner: Arc::new(Owner { _maps: owner, _lent: None }) })
     }
 
     /// The map as rust-vmm crates want it.

@@ -2,14 +2,10 @@
 //! Whether a description makes sense by itself, before anything is opened. Called by the command line once flags and
 //! file are merged; what the host can give (memory, KVM's limits, files) is looked at elsewhere.
 
-use crate::{Disk, Memory, SpecError, Throttle, Vm, show_size};
+use crate::{Disk, SpecError, Throttle, Vm, show_size};
 
 /// Most virtual CPUs of one machine.
 pub const MAX_CPUS: u8 = 64;
-/// Least guest memory in bytes: a distribution kernel doesn't unpack in less.
-pub const MIN_MEMORY: u64 = 16 << 20;
-/// Most guest memory in bytes; keeps every guest address below the 46 bits that all 64-bit hosts have.
-pub const MAX_MEMORY: u64 = 16 << 40;
 /// Most disks: bus 0 has 32 slots, and the bridge, the console, the entropy device and what comes later need some.
 pub const MAX_DISKS: usize = 24;
 /// Longest disk serial number in bytes (virtio 1.2, 5.2.6: the id string).
@@ -30,8 +26,6 @@ pub const MIN_BPS: u64 = 1024;
 
 /// Ports of the debug exit.
 pub const DEBUG_EXIT_PORTS: u16 = 4;
-
-const PAGE: u64 = 4096;
 
 pub(crate) fn out_of_range(place: impl Into<String>, what: impl Into<String>, hint: impl Into<String>) -> SpecError {
     SpecError::OutOfRange { place: place.into(), what: what.into(), hint: hint.into() }
@@ -79,29 +73,6 @@ fn check_cmdline(cmdline: &str) -> Result<(), SpecError> {
         return Err(out_of_range("cmdline", "it holds a line end or a zero byte", "write it on one line"));
     }
     Ok(())
-}
-
-impl Memory {
-    fn check(&self) -> Result<(), SpecError> {
-        let size = self.size;
-        if size < MIN_MEMORY {
-            let hint = if (16..=(1 << 20)).contains(&size) {
-                format!("a plain number counts bytes, so for {size} MiB write {size}M")
-            } else {
-                format!("ask for at least {}", show_size(MIN_MEMORY))
-            };
-            return Err(out_of_range("memory", format!("{} is too little", show_size(size)), hint));
-        }
-        if size > MAX_MEMORY {
-            let hint = format!("ask for at most {}", show_size(MAX_MEMORY));
-            return Err(out_of_range("memory", format!("{} is too much", show_size(size)), hint));
-        }
-        if !size.is_multiple_of(PAGE) {
-            let hint = format!("the nearest below is {}", show_size(size / PAGE * PAGE));
-            return Err(out_of_range("memory", format!("{size} bytes are not a multiple of 4K"), hint));
-        }
-        Ok(())
-    }
 }
 
 fn check_disks(disks: &[Disk]) -> Result<(), SpecError> {
@@ -200,6 +171,9 @@ pub(crate) fn rate(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::{MAX_MEMORY, MIN_MEMORY};
+
+    const PAGE: u64 = 4096;
     use crate::{Cpus, FromText};
 
     fn message(change: impl FnOnce(&mut Vm)) -> String {
@@ -214,7 +188,7 @@ mod tests {
             for size in [MIN_MEMORY, 3 << 30, (3 << 30) + PAGE, MAX_MEMORY] {
                 let vm = Vm {
                     cpus: Cpus { threads: Some(count), ..Cpus::flat(count) },
-                    memory: Memory { size },
+                    memory: crate::Memory { size, ..crate::Memory::default() },
                     disks: vec![Disk { serial: Some("x".repeat(MAX_SERIAL)), ..Disk::new("d") }],
                     ..Vm::new("k")
                 };

@@ -13,14 +13,15 @@ mod cpu_model;
 mod cpus;
 mod error;
 mod host_cpu;
+mod memory;
 mod net;
 mod parse;
 mod text;
 mod vm;
 
 pub use check::{
-    DEBUG_EXIT_PORTS, DEFAULT_QUEUES, MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_LOGICAL_BLOCK, MAX_MEMORY,
-    MAX_PHYSICAL_BLOCK, MAX_QUEUES, MAX_SERIAL, MIN_BPS, MIN_MEMORY,
+    DEBUG_EXIT_PORTS, DEFAULT_QUEUES, MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_LOGICAL_BLOCK, MAX_PHYSICAL_BLOCK,
+    MAX_QUEUES, MAX_SERIAL, MIN_BPS,
 };
 pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
 pub use cpu_features::{CpuidBits, CpuidRegister, cpu_features, cpuid_bits};
@@ -28,6 +29,7 @@ pub use cpu_model::CpuModel;
 pub use cpus::{Cpus, Topology};
 pub use error::SpecError;
 pub use host_cpu::{CpuPin, DisableExits, HostCpus, MAX_HALT_POLL};
+pub use memory::{MAX_MEMORY, MAX_PREALLOC_THREADS, MIN_MEMORY, Memory, MemoryBacking, Pages, Prealloc};
 pub use net::{MAX_NETS, Mac, Net, NetKind};
 pub use parse::{FromText, Word, parse_on_off, parse_port, parse_size, show_size};
 pub use text::{Said, said, said_each};

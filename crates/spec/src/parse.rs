@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use crate::{
-    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, Memory, Paths,
+    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, Paths,
     SpecError, Throttle, Transport, Vioapic, Zeros,
 };
 
@@ -311,15 +311,6 @@ fn parse_size32(place: &str, text: &str) -> Result<u32, SpecError> {
     })
 }
 
-impl FromText for Memory {
-    /// `1G` or `size=1G`.
-    fn from_text(text: &str) -> Result<Self, SpecError> {
-        let group = Group::parse("memory", text, "size", &["size"])?;
-        let size = group.read("size", |_, v| parse_size("memory", v))?;
-        Ok(size.map_or_else(Self::default, |size| Self { size }))
-    }
-}
-
 impl FromText for Disk {
     /// `root.raw` or `path=root.raw,readonly=on,cache=none,format=raw,aio=io_uring,serial=X`; for qcow2 also `l2-cache=4M`,
     /// `cow=explicit`, `zeros=write`, `backing=any`, `key=FILE`; of the device `queues=4`, `threads=shared`, block sizes, and the keys of [`Throttle`].
@@ -393,6 +384,7 @@ impl FromText for Throttle {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::Memory;
 
     #[test]
     fn ports_are_decimal_or_hexadecimal() {

@@ -228,7 +228,7 @@ mod tests {
         .unwrap();
         assert_eq!(text, table);
         let expected = Vm {
-            memory: Memory { size: 1 << 30 },
+            memory: Memory { size: 1 << 30, ..Memory::default() },
             cpus: Cpus { threads: Some(2), ..Cpus::flat(4) },
             rng: false,
             kernel_decompress: KernelDecompress::Guest,

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::text::{maybe_size, maybe_size32, on_off, said, said_each, size};
-use crate::{CpuModel, CpuPin, Cpus, DisableExits, Net};
+use crate::text::{maybe_size, maybe_size32, on_off, said, said_each};
+use crate::{CpuModel, CpuPin, Cpus, DisableExits, Memory, Net};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -121,21 +121,6 @@ pub enum KernelDecompress {
     /// The monitor, before the guest starts, where the compression is one it knows: quicker, and the guest touches less memory.
     #[default]
     Monitor,
-}
-
-/// Guest memory.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Memory {
-    /// Bytes; a multiple of 4 KiB, at least 16 MiB.
-    #[serde(deserialize_with = "size")]
-    pub size: u64,
-}
-
-impl Default for Memory {
-    fn default() -> Self {
-        Self { size: 256 << 20 }
-    }
 }
 
 /// One virtio disk.

@@ -244,7 +244,15 @@ const FLAGS: &[Flag] = &[
     Flag {
         name: "memory",
         value: Some("SIZE"),
-        help: &["guest memory with K, M, G or T [256M]"],
+        help: &[
+            "guest memory with K, M, G or T [256M]; then",
+            "[,backing=anonymous|memfd|file][,path=FILE][,pages=thp|4K|2M|1G]",
+            "[,fallback=on|off][,shared=on|off][,ksm=on|off][,host-node=N]",
+            "[,prealloc=off|touch|populate|parallel|vcpu|background|pool]",
+            "[,prealloc-threads=N][,pool=SOCKET];",
+            "2M and 1G are pages that the host has set aside; prealloc: when",
+            "memory is made to exist, by whom; pool: see `tare memory-pool`",
+        ],
         set: |t, v| put(&mut t.memory, "memory", Said(Memory::from_text(&utf8("memory", v)?)?)),
     },
     Flag {

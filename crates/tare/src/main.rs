@@ -12,6 +12,7 @@ mod files;
 mod flags;
 mod img;
 mod meaning;
+mod memory_pool;
 mod run;
 mod terminal;
 mod vmm;
@@ -77,6 +78,10 @@ fn command(args: &mut Parser) -> Result<Done, Failure> {
             }
         },
         Some("img") => return Ok(Done::Images),
+        Some("memory-pool") => match memory_pool::parse(args)? {
+            Asked::Help => show(memory_pool::HELP),
+            Asked::Do(asked) => memory_pool::run(&asked)?,
+        },
         Some("ctl") => match ctl::parse(args)? {
             Asked::Help => show(ctl::HELP),
             Asked::Do(asked) => ctl::run(&asked)?,
@@ -88,7 +93,9 @@ fn command(args: &mut Parser) -> Result<Done, Failure> {
         Some("help") => show(&overview()),
         _ => {
             let what = format!("unknown command `{}`: command line", name.to_string_lossy());
-            return Err(Failure::usage(format!("{what}; the commands are run, boot, ctl, img and doctor")));
+            return Err(Failure::usage(format!(
+                "{what}; the commands are run, boot, ctl, img, memory-pool and doctor"
+            )));
         }
     };
     Ok(Done::Exit(exit))
@@ -108,6 +115,7 @@ fn overview() -> String {
          \x20 tare boot --explain --kernel FILE ...                               the same, once; the boot as a timeline\n\
          \x20 tare ctl --api SOCKET COMMAND ...                                   ask a machine that runs\n\
          \x20 tare img COMMAND [options] FILE...                                  work on disk images\n\
+         \x20 tare memory-pool --socket SOCKET --size SIZE                          keep memory ready for machines\n\
          \x20 tare doctor [--json]                                                look at this host\n\
          \x20 tare --version\n\n\
          `tare run --help`, `tare ctl --help`, `tare img --help` and `tare doctor --help` say more.\n\n{}",

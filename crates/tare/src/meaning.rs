@@ -99,7 +99,8 @@ impl Typed {
         let disks = self.disk.iter_mut().flatten().map(|Said(disk)| &mut disk.path);
         let files =
             [&mut self.kernel, &mut self.initrd, &mut self.ledger, &mut self.pidfile, &mut self.api, &mut self.kvm];
-        for path in files.into_iter().flatten().chain(disks) {
+        let memory = self.memory.iter_mut().flat_map(|Said(memory)| [&mut memory.path, &mut memory.pool]).flatten();
+        for path in files.into_iter().flatten().chain(disks).chain(memory) {
             // `-` is no path; an empty one stays empty for the check to find.
             if path.as_os_str() != "-" && !path.as_os_str().is_empty() {
                 *path = base.join(&*path);
@@ -133,7 +134,7 @@ mod tests {
             t.on_reset = Some(OnReset::Exit);
         });
         let expected = Vm {
-            memory: Memory { size: 1 << 30 },
+            memory: Memory { size: 1 << 30, ..Memory::default() },
             cpus: Cpus::flat(4),
             disks: vec![Disk::new(dir.path().join("a")), Disk::new("/abs")],
             console: Console::Serial,

@@ -36,6 +36,17 @@ impl CpuSet {
         set
     }
 
+    /// Those that the kernel lists as `0-3,8`; `None` for an empty list, and for what is none.
+    pub fn listed(text: &str) -> Option<Self> {
+        let mut set = Self([0; WORDS]);
+        for range in text.split(',') {
+            let (first, last) = range.split_once('-').unwrap_or((range, range));
+            let part = Self::of(&(first.parse().ok()?..=last.parse().ok()?));
+            set.0.iter_mut().zip(part.0).for_each(|(word, more)| *word |= more);
+        }
+        Some(set)
+    }
+
     /// Whether `cpu` is in it.
     pub fn contains(&self, cpu: u16) -> bool {
         self.0.get(usize::from(cpu) / 64).is_some_and(|word| word >> (cpu % 64) & 1 != 0)
@@ -81,6 +92,9 @@ mod tests {
         assert!(
             set.contains(3) && set.contains(70) && !set.contains(2) && !set.contains(71) && !set.contains(u16::MAX)
         );
+        assert_eq!(CpuSet::listed("3-70"), Some(set.clone()));
+        assert_eq!((CpuSet::listed(""), CpuSet::listed("a")), (None, None));
+        assert_eq!(CpuSet::listed("0-1,3,64-70").unwrap().to_string(), "0-1,3,64-70");
         set.0[0] = 0b1011;
         assert_eq!(set.to_string(), "0-1,3,64-70");
         assert_eq!(CpuSet::of(&(8191..=u16::MAX)).to_string(), "8191");

@@ -9,4 +9,4 @@ mod run;
 pub mod setup;
 pub mod topology;
 
-pub use run::{Accounting, Started, Stopped, spawn};
+pub use run::{Accounting, Before, Started, Stopped, spawn};

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvm::{Exit, StatValue, Vcpu};
+use mem::prealloc::Prealloc;
 
 use super::affinity::CpuSet;
 use crate::control::Outcome;
@@ -65,14 +66,22 @@ pub struct Stopped {
     pub places: Option<Places>,
 }
 
-/// Starts vCPU `id` on a thread of its own, which runs on the host CPUs of `pin` alone, if there are any.
+/// What a vCPU's thread does before it enters the guest.
+pub struct Before {
+    /// Moves to these host CPUs, if there are any.
+    pub pin: Option<CpuSet>,
+    /// Takes its part in making memory ready.
+    pub memory: Option<Arc<Prealloc>>,
+}
+
+/// Starts vCPU `id` on a thread of its own.
 ///
 /// # Errors
 /// When the host gives no more threads.
 pub fn spawn(
     id: u8,
     mut vcpu: Vcpu,
-    pin: Option<CpuSet>,
+    before: Before,
     dispatch: Arc<Dispatch>,
     accounting: Accounting,
 ) -> io::Result<Started> {
@@ -80,8 +89,19 @@ pub fn spawn(
     let immediate_exit = ImmediateExit(vcpu.immediate_exit());
     let thread = std::thread::Builder::new().name(format!("vcpu{id}")).stack_size(STACK).spawn(move || {
         // `build` has seen that it may; only a cpuset that changed since can say no.
-        if let Some(Err(e)) = pin.map(|cpus| cpus.pin_self()) {
+        if let Some(Err(e)) = before.pin.map(|cpus| cpus.pin_self()) {
             dispatch.control().finish(Outcome::GuestFault(format!("vCPU {id} can't be pinned: {e}")));
+        }
+        if let Some(memory) = before.memory {
+            memory.work();
+            if let Err(e) = memory.result() {
+                let what = format!(
+                    "{} of {} MiB of guest memory could be had: {e}",
+                    memory.done() >> 20,
+                    memory.total() >> 20
+                );
+                dispatch.control().finish(Outcome::GuestFault(format!("{what}; ask for less with --memory")));
+            }
         }
         let mut counters = Counters::default();
         let mut places = None;

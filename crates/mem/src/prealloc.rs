@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Making guest memory exist before the guest wants it: pages touched or populated, by one thread or by many that take
+//! pieces from one counter, before the guest starts or while it runs.
+//!
+//! `machine` makes one [`Prealloc`] and decides who works on it: threads of its own, vCPU threads, or one in the background.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::ram::GuestRam;
+
+/// What a thread takes at a time: large enough that threads seldom meet, small enough that all end together.
+const PIECE: u64 = 64 << 20;
+/// Least stride of touching; a huge page is touched more often than it has to be, which costs next to nothing.
+const PAGE: usize = 4096;
+
+/// How a piece is made to exist.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// A write to each page, each a fault: what monitors did first.
+    Touch,
+    /// One `madvise(MADV_POPULATE_WRITE)`, and touching on kernels before 5.14.
+    Populate,
+}
+
+/// Memory that is being made ready. Shared by those who work on it.
+pub struct Prealloc {
+    ram: GuestRam,
+    way: Way,
+    /// Address here and size of each run.
+    runs: Vec<(u64, u64)>,
+    total: u64,
+    /// First byte of all runs, one after another, that nobody has taken yet.
+    next: AtomicU64,
+    done: AtomicU64,
+    stop: AtomicBool,
+    failed: Mutex<Option<io::Error>>,
+}
+
+impl Prealloc {
+    /// All of `ram`, not yet begun.
+    #[must_use]
+    pub fn new(ram: &GuestRam, way: Way) -> Self {
+        let runs: Vec<(u64, u64)> = ram.regions().map(|(_, len, host)| (host.0, len)).collect();
+        Self {
+            ram: ram.clone(),
+            way,
+            total: runs.iter().map(|(_, len)| len).sum(),
+            runs,
+            next: AtomicU64::new(0),
+            done: AtomicU64::new(0),
+            stop: AtomicBool::new(false),
+            failed: Mutex::new(None),
+        }
+    }
+
+    /// Bytes in all.
+    #[must_use]
+    pub const fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Bytes that exist so far, by this.
+    #[must_use]
+    pub fn done(&self) -> u64 {
+        self.done.load(Ordering::Relaxed)
+    }
+
+    /// Whoever works on it stops after the piece at hand.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// Works until nothing is left to take. Any number of threads may, also while the guest runs: what memory holds does not
+    /// change.
+    pub fn work(&self) {
+        while !self.stop.load(Ordering::Relaxed) {
+            let from = self.next.fetch_add(PIECE, Ordering::Relaxed);
+            if from >= self.total {
+                return;
+            }
+            if let Err(e) = self.piece(from, PIECE.min(self.total - from)) {
+                self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
+                self.stop();
+            }
+        }
+    }
+
+    /// How it went, once nobody works on it any more.
+    ///
+    /// # Errors
+    /// Why the host gave no more.
+    pub fn result(&self) -> io::Result<()> {
+        match self.failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(e) => Err(e),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes `len` bytes from `from` on exist, counted over all runs.
+    fn piece(&self, mut from: u64, mut len: u64) -> io::Result<()> {
+        for &(host, size) in &self.runs {
+            if from >= size {
+                from -= size;
+                continue;
+            }
+            let part = len.min(size - from);
+            self.part((host + from) as *mut u8, part as usize)?;
+            self.done.fetch_add(part, Ordering::Relaxed);
+            (from, len) = (0, len - part);
+            if len == 0 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn part(&self, at: *mut u8, len: usize) -> io::Result<()> {
+        if self.way == Way::Populate {
+            // SAFETY: the range is part of a run of `self.ram`, which is mapped while self lives; contents stay as they are.
+            let rc = unsafe { libc::madvise(at.cast(), len, libc::MADV_POPULATE_WRITE) };
+            if rc == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            // Old kernels know no such advice; then each page is written to.
+            if error.raw_os_error() != Some(libc::EINVAL) {
+                return Err(error);
+            }
+        }
+        debug_assert!(self.ram.size() > 0);
+        for offset in (0..len).step_by(PAGE) {
+            // SAFETY: inside the range, as above; an atomic byte, since the guest may be running.
+            let byte = unsafe { &*at.add(offset).cast::<AtomicU8>() };
+            byte.fetch_or(0, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use base::Gpa;
+
+    /// Pages of `ram` that exist.
+    fn resident(ram: &GuestRam) -> u64 {
+        ram.regions()
+            .map(|(_, len, host)| {
+                let mut pages = vec![0u8; (len / 4096) as usize];
+                // SAFETY: the range is mapped, and there is a byte for each of its pages.
+                let rc = unsafe { libc::mincore(host.0 as *mut libc::c_void, len as usize, pages.as_mut_ptr()) };
+                assert_eq!(rc, 0);
+                pages.iter().filter(|p| **p & 1 != 0).count() as u64
+            })
+            .sum()
+    }
+
+    #[test]
+    fn every_page_exists_and_holds_what_it_held() {
+        for way in [Way::Touch, Way::Populate] {
+            let ram = GuestRam::anonymous(&[(Gpa(0), 66 << 20), (Gpa(1 << 32), 3 << 20)]).unwrap();
+            ram.write(Gpa(0x1234), 0xabcd_u16).unwrap();
+            let work = Prealloc::new(&ram, way);
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| work.work());
+                }
+            });
+            work.result().unwrap();
+            assert_eq!((work.done(), work.total()), (69 << 20, 69 << 20));
+            assert_eq!(resident(&ram), (69 << 20) / 4096, "{way:?}");
+            assert_eq!(ram.read::<u16>(Gpa(0x1234)), Some(0xabcd));
+        }
+    }
+
+    #[test]
+    fn what_is_stopped_ends_early() {
+        let ram = GuestRam::anonymous(&[(Gpa(0), 1 << 20)]).unwrap();
+        let work = Prealloc::new(&ram, Way::Populate);
+        work.stop();
+        work.work();
+        assert_eq!(work.done(), 0);
+    }
+}
