@@ -12,7 +12,10 @@ FUZZ_SECONDS ?= 60
 # Further options of `make bench-block`, for instance BENCH_BLOCK="--pairs 9 --only 'nbd raw'", or BENCH_BLOCK=--quick.
 BENCH_BLOCK ?=
 
-.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-footprint bench-block build deps clean-cache
+# Further options of `make bench-memory`, for instance BENCH_MEMORY="--max 4G --only lookups".
+BENCH_MEMORY ?=
+
+.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-footprint bench-block bench-memory build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +56,11 @@ bench-block: build ## the disk engine beside QEMU's, natively: ratios as a table
 	@scripts/install-deps bench
 	cargo build --locked -p tare --example bench_block
 	target/debug/examples/bench_block --json target/bench-block.json $(BENCH_BLOCK)
+
+bench-memory: build ## memory made ready and found, natively: preallocation and the pool beside QEMU, zeroing, lookups; ratios
+	@scripts/install-deps bench
+	cargo build --release --locked -p tare --example bench_memory
+	target/release/examples/bench_memory $(BENCH_MEMORY)
 
 build: ## the release programs
 	cargo build --release --locked -p tare -p lab -p agent

@@ -6,8 +6,8 @@
 use std::path::PathBuf;
 
 use crate::{
-    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, Paths,
-    SpecError, Throttle, Transport, Vioapic, Zeros,
+    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, Paths, SpecError,
+    Throttle, Transport, Vioapic, Zeros,
 };
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).

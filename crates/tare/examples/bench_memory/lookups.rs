@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Finding memory under contention: threads that look guest addresses up and now and then sync the dirty log of a slot, while
+//! regions come and go; with a lock for each listener, with one for all of them, and without a lock.
+//!
+//! A sync copies and clears the bitmap of 1 GiB of 4 KiB pages under the slots' lock, where there is one, as monitors do. The
+//! view that is searched is the same in all three, so the difference is the locking alone.
+
+use std::hint::black_box;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use base::{Gpa, Hva};
+use mem::space::{AddressSpace, FlatView, Kind, ROOT, RegionId, Tree};
+
+use crate::{Options, promise};
+
+/// Words of the bitmap of 1 GiB.
+const BITMAP: usize = (1 << 30) / 4096 / 64;
+/// Lookups between two syncs of a thread.
+const BETWEEN: u64 = 4096;
+/// How long each case is measured.
+const WINDOW: Duration = Duration::from_millis(120);
+/// Bytes of a slot, and the stride of slots.
+const SLOT: u64 = 1 << 20;
+
+/// The three ways.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Locking {
+    PerListener,
+    Global,
+    LockFree,
+}
+
+impl Locking {
+    const ALL: [Self; 3] = [Self::PerListener, Self::Global, Self::LockFree];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::PerListener => "per-listener",
+            Self::Global => "global",
+            Self::LockFree => "lock-free",
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Two listeners' tables, as KVM has one for memory and one for system management mode, and the log that is synced.
+struct Table {
+    locking: Locking,
+    space: AddressSpace<u32>,
+    /// The region that comes and goes.
+    moving: RegionId,
+    views: [Mutex<FlatView<u32>>; 2],
+    log: Vec<AtomicU64>,
+    /// Where the log goes; a lock of its own, which lookups never take.
+    harvest: Mutex<Vec<u64>>,
+}
+
+impl Table {
+    fn new(locking: Locking, slots: u64) -> Option<Self> {
+        let space = AddressSpace::new(1 << 52);
+        let moving = space
+            .change(|tree: &mut Tree<u32>| {
+                for slot in 0..slots {
+                    // A hole between any two, so that none merge.
+                    let ram = tree.region(SLOT - 4096, Kind::Ram(Hva(0x7000_0000_0000 + slot * SLOT)))?;
+                    tree.place(ROOT, slot * SLOT, 0, ram)?;
+                }
+                let moving = tree.region(4096, Kind::Mmio(1))?;
+                tree.place(ROOT, 1 << 50, 0, moving)?;
+                Ok(moving)
+            })
+            .ok()?;
+        let view = || Mutex::new(space.read(Clone::clone));
+        let views = [view(), view()];
+        let log = (0..BITMAP).map(|_| AtomicU64::new(0)).collect();
+        Some(Self { locking, space, moving, views, log, harvest: Mutex::new(vec![0; BITMAP]) })
+    }
+
+    #[inline]
+    fn lookup(&self, listener: usize, at: Gpa) -> Option<Hva> {
+        match self.locking {
+            Locking::LockFree => self.space.read(|view| view.translate(at, 8)),
+            Locking::Global => lock(&self.views[0]).translate(at, 8),
+            Locking::PerListener => lock(&self.views[listener % 2]).translate(at, 8),
+        }
+    }
+
+    fn sync(&self, listener: usize) {
+        let harvest = || {
+            let mut to = lock(&self.harvest);
+            for (to, from) in to.iter_mut().zip(&self.log) {
+                *to |= from.swap(0, Ordering::Relaxed);
+            }
+        };
+        match self.locking {
+            Locking::LockFree => harvest(),
+            Locking::Global => {
+                let _slots = lock(&self.views[0]);
+                harvest();
+            }
+            Locking::PerListener => {
+                let _slots = lock(&self.views[listener % 2]);
+                harvest();
+            }
+        }
+    }
+
+    /// The region goes somewhere else.
+    fn update(&self, turn: u64) {
+        let moved = self.space.change(|tree| {
+            tree.unplace(self.moving)?;
+            tree.place(ROOT, (1 << 50) + turn % 2 * 4096, 0, self.moving)
+        });
+        black_box(moved.is_ok());
+        if self.locking != Locking::LockFree {
+            let fresh = self.space.read(Clone::clone);
+            for view in &self.views {
+                lock(view).clone_from(&fresh);
+            }
+        }
+    }
+}
+
+/// Lookups a second of all threads together.
+fn rate(table: &Table, threads: usize, slots: u64, contended: bool) -> f64 {
+    let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let (stop, count) = (&stop, &count);
+            scope.spawn(move || {
+                let (mut done, mut at) = (0u64, thread as u64 * 7919);
+                while !stop.load(Ordering::Relaxed) {
+                    for _ in 0..64 {
+                        at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                        let gpa = Gpa((at >> 33) % slots * SLOT + (at >> 20) % 4096 * 8);
+                        black_box(table.lookup(thread, gpa));
+                    }
+                    done += 64;
+                    if contended && done % BETWEEN == 0 {
+                        table.sync(thread);
+                    }
+                }
+                count.fetch_add(done, Ordering::Relaxed);
+            });
+        }
+        let mut turn = 0;
+        while begun.elapsed() < WINDOW {
+            std::thread::sleep(Duration::from_millis(5));
+            if contended {
+                turn += 1;
+                table.update(turn);
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    count.load(Ordering::Relaxed) as f64 / begun.elapsed().as_secs_f64()
+}
+
+pub fn run(options: &Options) {
+    println!(
+        "\nlookups, millions a second of all threads; one thread alone, then threads that also sync dirty logs while regions move"
+    );
+    println!(
+        "    {:>6} {:<13} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
+        "slots", "locking", "alone", "1", "2", "4", "8", "16", "64"
+    );
+    let mut at_32 = Vec::new();
+    for slots in [1u64, 32, 509, 32_764] {
+        let tables: Vec<Table> = Locking::ALL.into_iter().filter_map(|locking| Table::new(locking, slots)).collect();
+        let cases = [(1, false), (1, true), (2, true), (4, true), (8, true), (16, true), (64, true)];
+        let mut best = vec![[0.0f64; 7]; tables.len()];
+        for _ in 0..options.rounds {
+            for (case, (threads, contended)) in cases.into_iter().enumerate() {
+                for (table, best) in tables.iter().zip(&mut best) {
+                    best[case] = best[case].max(rate(table, threads, slots, contended));
+                }
+            }
+        }
+        for (table, best) in tables.iter().zip(&best) {
+            let row: Vec<String> = best.iter().map(|r| format!("{:>8.2}", r / 1e6)).collect();
+            println!("    {slots:>6} {:<13} {}", table.locking.name(), row.join(" "));
+        }
+        if slots == 32 {
+            at_32 = best;
+        }
+    }
+    if let [_, global, free] = at_32.as_slice() {
+        promise("lock-free beside global, 2 contending threads, 32 slots", free[2] / global[2], 20.0);
+        promise("lock-free beside global, alone, 32 slots", free[0] / global[0], 1.0);
+    }
+}
