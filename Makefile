@@ -63,7 +63,7 @@ bench-memory: build ## memory made ready and found, natively: preallocation and 
 	target/release/examples/bench_memory $(BENCH_MEMORY)
 
 build: ## the release programs
-	cargo build --release --locked -p tare -p lab -p agent
+	scripts/build
 
 deps: ## install what is missing from Debian's packages
 	@scripts/install-deps build lab
