@@ -76,14 +76,6 @@ static void registers(void) {
     CALL(vcpu, KVM_SET_REGS, &r);
 }
 
-static int line(int vm, unsigned gsi) {
-    int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    struct kvm_irqfd irqfd = {.fd = fd, .gsi = gsi};
-    need(fd >= 0, "eventfd");
-    CALL(vm, KVM_IRQFD, &irqfd);
-    return fd;
-}
-
 static void msr(unsigned index, uint64_t data) {
     struct {
         struct kvm_msrs head;
@@ -110,11 +102,10 @@ int main(int argc, char **argv) {
     uint64_t identity = 0xfeffc000;
     CALL(vm, KVM_SET_IDENTITY_MAP_ADDR, &identity);
     CALL(vm, KVM_SET_TSS_ADDR, 0xfeffd000ul);
-    CALL(vm, KVM_CREATE_IRQCHIP, 0);
+    struct kvm_enable_cap split = {.cap = KVM_CAP_SPLIT_IRQCHIP, .args = {24}};
+    CALL(vm, KVM_ENABLE_CAP, &split);
     int timer = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
     done = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    line(vm, 5);
-    line(vm, 4);
     tables(ram);
     need(pread(guest, ram + ENTRY, 4096, 0) > 0, "the guest's code");
 
