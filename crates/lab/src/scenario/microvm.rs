@@ -131,10 +131,12 @@ const FILEIO: [FileIo; 6] = fileio! {
 /// A line that is missing.
 pub fn phases(text: &str, sample: &Sample) -> Result<Vec<Figure>> {
     let at = |what: &str| -> Result<f64> {
-        let line = text.lines().find(|line| line.contains(what)).with_context(|| format!("no '{what}' in the log"))?;
-        let (_, rest) = line.split_once('[').context("a line of the log without a time")?;
-        let (seconds, _) = rest.split_once(']').context("a line of the log without a time")?;
-        seconds.trim().parse().context("a line of the log without a time")
+        // A line that says so, and not the one with the kernel's command line, which has the words too.
+        let of = |line: &str| {
+            let (seconds, said) = line.split_once('[')?.1.split_once("] ")?;
+            said.starts_with(what).then(|| seconds.trim().parse().ok())?
+        };
+        text.lines().find_map(of).with_context(|| format!("no '{what}' with a time in the log"))
     };
     let (init, shell, user) = (at("Run /init")?, at(SHELL)?, at(USER)?);
     let total = sample.need("begin phases")?.micros as f64 / 1e6;
@@ -181,7 +183,7 @@ mod tests {
     #[test]
     fn phases_come_from_the_guests_log() {
         let text = "%% mark 2500000 begin phases exits=30\n%% mark 2600000 end phases exits=40\n%% mark 2700000 out phases\n\
-            %% end 3000000 exit 0\n%% console\n@@lab begin phases\n@@lab end phases\n[    0.700000] Run /init as init process\r\n\
+            %% end 3000000 exit 0\n%% console\n@@lab begin phases\n@@lab end phases\n[    0.000000] Command line: a lab-shell b lab-user\r\n[    0.700000] Run /init as init process\r\n\
             [    1.900000] lab-shell\r\n[    2.100000] lab-user\r\n@@lab out phases\n%% stderr\n\n%% stop\n";
         let sample = Sample::parse(text).unwrap();
         let figures = phases(sample.section("phases").unwrap(), &sample).unwrap();
