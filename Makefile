@@ -64,6 +64,7 @@ bench-memory: build ## memory made ready and found, natively: preallocation and 
 
 build: ## the release programs
 	scripts/build
+	@scripts/guests
 
 deps: ## install what is missing from Debian's packages
 	@scripts/install-deps build lab

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use crate::place::Facts;
 use crate::price::{Exits, KINDS};
 use crate::report::{Better, Host, Method, Report, Row, Rows, SubjectInfo};
-use crate::scenario::{Bundle, workloads};
+use crate::scenario::{Bundle, interrupts, workloads};
 use crate::schedule::{Ledger, TRIES};
 use crate::subject::Subject;
 
@@ -61,6 +61,7 @@ pub fn report(asked: Asked, facts: Facts, ledger: &Ledger) -> Report {
     let native = asked.subjects.iter().find(|subject| subject.is_native()).map_or("native", |s| s.name.as_str());
     let results = rows.finish(&results_order, native);
     notes.extend(beside_qemu(&results));
+    notes.extend(interrupts::beside_study(&results));
     Report {
         suite: asked.suite.to_owned(),
         method: Method {

@@ -16,7 +16,7 @@ use crate::place::Place;
 use crate::price::Exits;
 use crate::report::Figure;
 use crate::sample::{Order, Sample};
-use crate::scenario::{Bundle, fileio, init, net};
+use crate::scenario::{Bundle, Kind, fileio, init, interrupts, net};
 use crate::subject::{Console, Subject};
 
 /// Tries of one sample before it counts as missing.
@@ -202,7 +202,13 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
     let console = bundle.console(subject);
     // A boot brings its own initrd: a tiny one in the script, or the place's with the modules of a virtio console.
     let boots = !bundle.needs_disk();
-    let file = (boots && console == Console::Serial).then(|| ("initrd".to_owned(), init::initrd(&[])));
+    let bare = matches!(bundle.kind, Kind::Guest { .. });
+    let file = match console {
+        _ if bare => Some(("guest".to_owned(), interrupts::guest()?)),
+        Console::Serial if boots => Some(("initrd".to_owned(), init::initrd(&[]))),
+        _ => None,
+    };
+    let kernel = if bare { format!("{scratch}/guest") } else { paths.kernel.clone() };
     let initrd = match (&file, boots) {
         (Some(_), _) => format!("{scratch}/initrd"),
         (None, true) => paths.console_initrd.clone(),
@@ -214,8 +220,7 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         let cmdline = bundle.cmdline(console, &paths.root);
         let json = serde_json::to_string(&cmdline)?;
         let mut values: BTreeMap<&str, String> = BTreeMap::from([
-            ("kernel", paths.kernel.clone()),
-            ("initrd", initrd),
+            ("kernel", kernel),
             ("cmdline_json", json.trim_matches('"').to_owned()),
             ("cmdline", cmdline),
             ("memory_mib", bundle.memory_mib.to_string()),
@@ -224,6 +229,9 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
             ("scratch", scratch.clone()),
             ("tare", paths.tare.clone()),
         ]);
+        if !bare {
+            values.insert("initrd", initrd);
+        }
         if bundle.needs_disk() {
             values.insert("disk", if copy { private.clone() } else { paths.disk.clone() });
         }

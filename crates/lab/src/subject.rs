@@ -114,6 +114,38 @@ const FIRECRACKER: &str = r#"sh -c "cat >{scratch}/fc.json <<'END'
 END
 exec firecracker --no-api --config-file {scratch}/fc.json""#;
 
+/// tare with the guest of suite `interrupts`.
+macro_rules! tare_interrupts {
+    ($controller:literal, $flags:literal) => {
+        concat!(
+            "{tare} run --kernel {kernel} --cmdline \"{cmdline} controller=",
+            $controller,
+            "\" --memory {memory_mib}M --console serial --no-rng ",
+            $flags
+        )
+    };
+}
+
+/// The same of QEMU's.
+macro_rules! qemu_interrupts {
+    ($irqchip:literal) => {
+        concat!(
+            "qemu-system-x86_64 -M pc,kernel-irqchip=",
+            $irqchip,
+            " -nodefaults -no-user-config -display none -enable-kvm -cpu host -m {memory_mib} -kernel {kernel} ",
+            "-append \"{cmdline} controller=ioapic\" -serial stdio -no-reboot"
+        )
+    };
+}
+
+const TARE_TRAP: &str = tare_interrupts!("vioapic", "--vioapic trap");
+const TARE_RO_PAGE: &str = tare_interrupts!("vioapic", "--vioapic ro-page");
+const TARE_PV: &str = tare_interrupts!("vioapic", "--vioapic pv");
+const TARE_SPLIT: &str = tare_interrupts!("ioapic", "--irqchip split");
+const TARE_KERNEL: &str = tare_interrupts!("ioapic", "--irqchip kernel");
+const TARE_MSI: &str = tare_interrupts!("message", "--irqchip split");
+const QEMU_SPLIT: &str = qemu_interrupts!("split");
+const QEMU_KERNEL: &str = qemu_interrupts!("on");
 const STRATOVIRT: &str = "stratovirt -machine microvm -kernel {kernel} [-initrd {initrd}] -append {cmdline} -smp {cpus} \
     -m {memory_mib}m -serial stdio -disable-seccomp";
 
@@ -137,6 +169,14 @@ pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("qemu-user", "QEMU with the NIC of suite net on passt", QEMU_USER),
     ("qemu-tap", "QEMU with it on a tap", QEMU_TAP),
     ("qemu-vhost", "QEMU with it on a tap that vhost-net serves", QEMU_VHOST),
+    ("tare-trap", "tare, suite interrupts: the paravirtual controller, each register access an exit", TARE_TRAP),
+    ("tare-ro-page", "the same, registers read from a page", TARE_RO_PAGE),
+    ("tare-pv", "the same, masks and acknowledgements stored into a page", TARE_PV),
+    ("tare-split", "tare, suite interrupts: its own I/O APIC", TARE_SPLIT),
+    ("tare-kernel", "tare, suite interrupts: KVM's I/O APIC", TARE_KERNEL),
+    ("tare-msi", "tare, suite interrupts: the message alone, no controller to ask", TARE_MSI),
+    ("qemu-split", "QEMU, suite interrupts: its own I/O APIC", QEMU_SPLIT),
+    ("qemu-kernel", "QEMU, suite interrupts: KVM's I/O APIC", QEMU_KERNEL),
     ("stratovirt", "StratoVirt, when its binary is there (boot only: no root disk in its template)", STRATOVIRT),
     ("firecracker", "Firecracker, when its binary is there (boot only: no root disk in its template)", FIRECRACKER),
 ];

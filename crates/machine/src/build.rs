@@ -97,7 +97,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     if spec.console == Console::Serial {
         serial = Some(SerialPort::new(lines.edge(layout::SERIAL_GSI)?, io.output.clone(), timer.clone()));
     }
-    let mut bus = Bus::new(spec.transport, &spaces, &ram, (&routes, lines))?;
+    let mut bus = Bus::new(spec, &spaces, &ram, (&routes, lines))?;
     let registry = Registry::populate(spec, &mut bus, io, remote)?;
     // `kernel` is the machine without either of what a split one does for fewer exits, so that one can be seen beside the other.
     if spec.irqchip == spec::Irqchip::Split {

@@ -61,14 +61,14 @@ impl Bus {
     /// # Errors
     /// [`Error::Space`].
     pub fn new(
-        transport: Transport,
+        spec: &spec::Vm,
         spaces: &Spaces,
         ram: &GuestRam,
         (routes, lines): (&KvmMsi, Lines),
     ) -> Result<Self, Error> {
-        Ok(match transport {
+        Ok(match spec.transport {
             Transport::Pci => Self::Pci(PciHost::new(spaces, ram, routes)?),
-            Transport::Mmio => Self::Mmio(MmioHost::new(spaces, ram, lines)),
+            Transport::Mmio => Self::Mmio(MmioHost::new(spaces, ram, lines, spec.mmio_status)),
         })
     }
 

@@ -24,6 +24,7 @@ mod remote;
 mod run;
 mod signals;
 mod spaces;
+mod status_page;
 mod tap;
 mod timeline;
 mod timer;

@@ -7,13 +7,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use base::{Gpa, Gsi};
 use mem::GuestRam;
 use mem::space::Doorbell;
+use spec::MmioStatus;
 use virtio::VirtioDevice;
-use virtio::transport::mmio::{NOTIFY, SIZE, VirtioMmio};
+use virtio::transport::mmio::{Hidden, NOTIFY, SIZE, Showing, VirtioMmio};
 
 use crate::error::{Error, host};
 use crate::layout::{VIRTIO_MMIO, VIRTIO_MMIO_GSIS, VIRTIO_MMIO_MOST};
 use crate::lines::Lines;
 use crate::spaces::{Device, Spaces};
+use crate::status_page::StatusPage;
 
 /// Virtio's numbers of network devices and disks.
 const NET: u16 = 1;
@@ -27,6 +29,7 @@ pub struct MmioHost {
     ram: GuestRam,
     lines: Lines,
     spaces: Spaces,
+    status: MmioStatus,
     devices: Vec<Registers>,
     /// The pin of each; `None` for those on a line of the paravirtual controller.
     gsis: Vec<Option<Gsi>>,
@@ -51,8 +54,8 @@ pub fn last_gsi(count: usize) -> Option<Gsi> {
 impl MmioHost {
     /// No devices yet.
     #[must_use]
-    pub fn new(spaces: &Spaces, ram: &GuestRam, lines: Lines) -> Self {
-        Self { spaces: spaces.clone(), ram: ram.clone(), lines, devices: Vec::new(), gsis: Vec::new() }
+    pub fn new(spaces: &Spaces, ram: &GuestRam, lines: Lines, status: MmioStatus) -> Self {
+        Self { spaces: spaces.clone(), ram: ram.clone(), lines, status, devices: Vec::new(), gsis: Vec::new() }
     }
 
     /// Puts `device` at the next page and gives it as it is there.
@@ -72,14 +75,26 @@ impl MmioHost {
             Some(line) => (line, None),
             None => (self.lines.pin(gsi)?, Some(gsi)),
         };
-        let device = VirtioMmio::new(device, self.ram.clone(), line).map_err(host("give a device its eventfds"))?;
+        let page = match self.status {
+            MmioStatus::RoPage => Some(Arc::new(StatusPage::new(&self.spaces)?)),
+            MmioStatus::Trap => None,
+        };
+        let shown: Arc<dyn Showing> = match &page {
+            Some(page) => page.clone(),
+            None => Arc::new(Hidden::default()),
+        };
+        let device = VirtioMmio::shown(device, self.ram.clone(), line, shown);
+        let device = device.map_err(host("give a device its eventfds"))?;
         let mut bells = Vec::new();
         for (queue, kick) in device.kicks() {
             let fd = Arc::new(kick.try_clone().map_err(host("copy an eventfd"))?);
             bells.push(Doorbell { offset: NOTIFY, value: Some(queue.into()), fd });
         }
         // There are fewer than 256.
-        self.spaces.add_device(at, SIZE, Device::VirtioMmio(number as u8), bells)?;
+        let region = self.spaces.add_device(at, SIZE, Device::VirtioMmio(number as u8), bells)?;
+        if let Some(page) = page {
+            page.place(region, Device::VirtioMmio(number as u8));
+        }
         let device = Arc::new(Mutex::new(device));
         self.devices.push(device.clone());
         self.gsis.push(gsi);

@@ -213,6 +213,14 @@ impl Spaces {
         })?)
     }
 
+    /// Puts a page that was taken away back to the start of the device's region that it was over.
+    ///
+    /// # Errors
+    /// [`Error::Space`] where KVM can't.
+    pub fn put_back(&self, page: RegionId, over: RegionId) -> Result<(), Error> {
+        Ok(self.0.memory.change(|tree| tree.place(over, 0, PAGE_PRIORITY, page))?)
+    }
+
     /// Takes a region away; the device below it answers again.
     pub fn remove(&self, region: RegionId) {
         // A slot that KVM made a moment ago it takes back, too.

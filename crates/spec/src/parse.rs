@@ -6,8 +6,8 @@
 use std::path::PathBuf;
 
 use crate::{
-    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, Paths, SpecError,
-    Throttle, Transport, Vioapic, Zeros,
+    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, MmioStatus, Paths,
+    SpecError, Throttle, Transport, Vioapic, Zeros,
 };
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
@@ -137,6 +137,11 @@ impl Word for Transport {
 impl Word for Irqchip {
     const WHAT: &'static str = "a place for the interrupt chips";
     const WORDS: &'static [(&'static str, Self)] = &[("split", Self::Split), ("kernel", Self::Kernel)];
+}
+
+impl Word for MmioStatus {
+    const WHAT: &'static str = "a way to read registers";
+    const WORDS: &'static [(&'static str, Self)] = &[("trap", Self::Trap), ("ro-page", Self::RoPage)];
 }
 
 impl Word for Vioapic {
@@ -537,6 +542,7 @@ mod tests {
         check::<Console>();
         check::<Irqchip>();
         check::<Vioapic>();
+        check::<MmioStatus>();
         check::<KernelDecompress>();
         check::<Transport>();
     }

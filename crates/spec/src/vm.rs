@@ -55,6 +55,9 @@ pub struct Vm {
     /// How the guest finds its virtio devices.
     #[serde(default)]
     pub transport: Transport,
+    /// How the guest reads the registers of virtio devices that are no PCI functions.
+    #[serde(default)]
+    pub mmio_status: MmioStatus,
     /// Where the interrupt chips are.
     #[serde(default)]
     pub irqchip: Irqchip,
@@ -102,6 +105,7 @@ impl Vm {
             nets: Vec::new(),
             console: Console::default(),
             transport: Transport::default(),
+            mmio_status: MmioStatus::default(),
             irqchip: Irqchip::default(),
             vioapic: None,
             rng: yes(),
@@ -319,6 +323,17 @@ pub enum Irqchip {
     Split,
     /// KVM's I/O APIC of 24 pins and its PIC.
     Kernel,
+}
+
+/// How a guest reads registers of a virtio device that is no PCI function.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MmioStatus {
+    /// Each read leaves to the monitor.
+    #[default]
+    Trap,
+    /// From a read-only page: interrupt status, features, configuration and its generation, without leaving.
+    RoPage,
 }
 
 /// How a guest reaches the registers of the paravirtual interrupt controller.

@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use lexopt::{Arg, Parser};
 use serde::Deserialize;
 use spec::{
-    Console, CpuModel, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, Memory, Net, Said,
-    SpecError, Transport, Vioapic, Word, parse_on_off, parse_port,
+    Console, CpuModel, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, Memory, MmioStatus, Net,
+    Said, SpecError, Transport, Vioapic, Word, parse_on_off, parse_port,
 };
 
 use crate::exit::Failure;
@@ -48,6 +48,8 @@ pub struct Typed {
     pub console: Option<Console>,
     /// `--transport`
     pub transport: Option<Transport>,
+    /// `--mmio-status`
+    pub mmio_status: Option<MmioStatus>,
     /// `--irqchip`
     pub irqchip: Option<Irqchip>,
     /// `--vioapic`
@@ -266,6 +268,12 @@ const FLAGS: &[Flag] = &[
         value: Some("KIND"),
         help: &["virtio devices as pci functions or as mmio registers [pci]"],
         set: |t, v| put(&mut t.transport, "transport", word("transport", v)?),
+    },
+    Flag {
+        name: "mmio-status",
+        value: Some("HOW"),
+        help: &["how a guest reads mmio registers: each read leaves, or from a page; trap or ro-page [trap]"],
+        set: |t, v| put(&mut t.mmio_status, "mmio-status", word("mmio-status", v)?),
     },
     Flag {
         name: "irqchip",
@@ -512,7 +520,7 @@ mod tests {
                 "console" => "\"none\"",
                 "transport" => "\"mmio\"",
                 "irqchip" => "\"kernel\"",
-                "vioapic" => "\"ro-page\"",
+                "vioapic" | "mmio-status" => "\"ro-page\"",
                 "rng" => "false",
                 "kernel-decompress" => "\"guest\"",
                 "on-reset" => "\"exit\"",
@@ -554,6 +562,8 @@ mod tests {
             "serial",
             "--transport",
             "mmio",
+            "--mmio-status",
+            "ro-page",
             "--vioapic",
             "ro-page",
             "--no-rng",
@@ -585,6 +595,7 @@ mod tests {
             memory = { size = "1G" }
             console = "serial"
             transport = "mmio"
+            mmio-status = "ro-page"
             vioapic = "ro-page"
             rng = false
             kernel-decompress = "monitor"

@@ -59,6 +59,7 @@ impl Meant {
             nets: flags.net.or(file.net).unwrap_or_default().into_iter().map(|Said(net)| net).collect(),
             console: flags.console.or(file.console).unwrap_or(default.console),
             transport: flags.transport.or(file.transport).unwrap_or(default.transport),
+            mmio_status: flags.mmio_status.or(file.mmio_status).unwrap_or(default.mmio_status),
             irqchip: flags.irqchip.or(file.irqchip).unwrap_or(default.irqchip),
             vioapic: flags.vioapic.or(file.vioapic),
             rng: flags.rng.or(file.rng).unwrap_or(default.rng),

@@ -8,6 +8,7 @@
 mod boot;
 pub mod fileio;
 pub mod init;
+pub mod interrupts;
 mod microvm;
 pub mod net;
 pub mod stamps;
@@ -49,6 +50,11 @@ pub enum Kind {
     },
     /// Run steps in order, on the root disk.
     Work(Vec<Step>),
+    /// Take interrupts, in a guest without a kernel; see [`interrupts`].
+    Guest {
+        /// How many.
+        count: u64,
+    },
 }
 
 /// One workload of a bundle.
@@ -79,6 +85,10 @@ pub const SUITES: &[(&str, &str)] = &[
         "microvm",
         "the StratoVirt study: boot phases, memory of a 1 GiB guest, sysbench cpu, memory and fileio by threads, blocks and modes",
     ),
+    (
+        "interrupts",
+        "one interrupt by controller: trap, ro-page, pv, split, kernel, msi; exits by kind, injection and response apart",
+    ),
     ("all", "tax and boot in one report"),
 ];
 
@@ -91,6 +101,7 @@ pub fn suite(name: &str, scale: f64) -> Result<Vec<Bundle>> {
         "fileio" => fileio::bundles(scale),
         "net" => net::bundles(scale),
         "microvm" => microvm::bundles(scale),
+        "interrupts" => interrupts::bundles(scale),
         "all" => [tax::bundles(scale), boot::bundles()].concat(),
         _ => bail!("no suite '{suite}'; there are: {}", SUITES.map_names()),
     };
@@ -119,6 +130,7 @@ pub fn subjects(suite: &str) -> &'static str {
     match suite.split('/').next() {
         Some("microvm") => "native,qemu-microvm,qemu,tare",
         Some("fileio") => "qemu-raw,qemu-qcow2,tare-raw,tare-explicit,tare-unallocated,tare-zero-aware",
+        Some("interrupts") => "tare-trap,tare-ro-page,tare-pv,tare-split,tare-kernel,tare-msi,qemu-split,qemu-kernel",
         Some("net") => "qemu-user,tare-user,qemu-tap,tare-tap,qemu-vhost,tare-vhost",
         _ => "native,qemu,tare",
     }
@@ -127,7 +139,7 @@ pub fn subjects(suite: &str) -> &'static str {
 /// The workloads of some bundles in table order.
 pub fn workloads(bundles: &[Bundle]) -> Vec<String> {
     let names = |bundle: &Bundle| match &bundle.kind {
-        Kind::Boot { .. } => vec![bundle.name.to_owned()],
+        Kind::Boot { .. } | Kind::Guest { .. } => vec![bundle.name.to_owned()],
         Kind::Work(steps) => steps.iter().map(|step| step.workload.to_owned()).collect(),
     };
     bundles.iter().flat_map(names).collect()
@@ -138,6 +150,7 @@ impl Bundle {
     pub fn fits(&self, subject: &Subject) -> bool {
         match &self.kind {
             Kind::Boot { .. } => !subject.is_native(),
+            Kind::Guest { .. } => subject.template.contains("controller="),
             Kind::Work(_) if self.net => subject.wants("mac"),
             Kind::Work(steps) if subject.is_native() && steps.iter().any(|step| step.test == Test::Phases) => false,
             Kind::Work(_) if self.disk.is_some() => subject.wants("qcow2") || subject.wants("raw"),
@@ -161,7 +174,7 @@ impl Bundle {
     /// Seconds between two looks at the console: short where its moment is the figure.
     pub fn poll_millis(&self) -> u64 {
         match &self.kind {
-            Kind::Boot { .. } => 2,
+            Kind::Boot { .. } | Kind::Guest { .. } => 2,
             Kind::Work(steps) if steps.iter().any(|step| step.test == Test::Phases) => 2,
             Kind::Work(_) => 25,
         }
@@ -176,6 +189,7 @@ impl Bundle {
                 let quiet = if *quiet { " quiet" } else { "" };
                 format!("console={console}{quiet} reboot=k panic=-1{words}")
             }
+            Kind::Guest { count } => format!("count={count} marks"),
             Kind::Work(steps) => {
                 let setup = if self.net { net::SETUP } else { "" };
                 let init = tax::init(setup, steps);
@@ -187,7 +201,7 @@ impl Bundle {
     /// The command that does the same work natively, in directory `data`.
     pub fn native(&self, data: &str) -> Vec<String> {
         let steps: &[Step] = match &self.kind {
-            Kind::Boot { .. } => &[],
+            Kind::Boot { .. } | Kind::Guest { .. } => &[],
             Kind::Work(steps) => steps,
         };
         vec!["sh".to_owned(), "-c".to_owned(), tax::native(steps, data)]
@@ -197,6 +211,7 @@ impl Bundle {
     pub fn figures(&self, sample: &Sample) -> Result<Vec<(&'static str, Figure)>> {
         match &self.kind {
             Kind::Boot { .. } => boot::figures(self.name, sample),
+            Kind::Guest { .. } => interrupts::figures(sample),
             Kind::Work(steps) => tax::figures(steps, sample),
         }
     }
@@ -205,6 +220,7 @@ impl Bundle {
     pub fn exits(&self, sample: &Sample) -> Vec<(&'static str, crate::price::Exits)> {
         match &self.kind {
             Kind::Boot { .. } => sample.exits(None, "ready").map(|exits| (self.name, exits)).into_iter().collect(),
+            Kind::Guest { .. } => sample.exits(None, "done").map(|exits| (self.name, exits)).into_iter().collect(),
             Kind::Work(steps) => steps
                 .iter()
                 .filter_map(|step| {
@@ -250,7 +266,9 @@ mod tests {
         assert_eq!(fit("tare").len(), 5);
         assert_eq!(suite("tax/fileio", 0.1).unwrap().len(), 1);
         assert!(suite("tax/disk", 0.1).unwrap_err().to_string().contains("compute, fileio"));
-        assert!(suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, net, microvm, all"));
+        assert!(
+            suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, net, microvm, interrupts, all")
+        );
     }
 
     #[test]

@@ -32,29 +32,84 @@ const NO_REGION: u32 = u32::MAX;
 /// Where the device's configuration starts.
 const CONFIG: u64 = 0x100;
 
+/// The configuration's generation.
+const GENERATION: u64 = 0x0fc;
+/// What is shown of it while configuration changes: no generation, those have a byte.
+const BETWEEN: u32 = 1 << 31;
+
 /// Interrupt status: a queue has used buffers.
 const USED: u32 = 1;
 /// Interrupt status: configuration or status changed.
 const CHANGED: u32 = 2;
 
-/// The interrupt of one device: why, and the line.
+/// Where [`Shown`] has the interrupt status.
+const STATUS_WORD: usize = 0x060 / 4;
+/// Bytes of configuration that are shown; no device has more.
+const SHOWN_CONFIG: u64 = 0x100;
+/// Words that are shown.
+const SHOWN_WORDS: usize = ((CONFIG + SHOWN_CONFIG) / 4) as usize;
+
+/// The page of registers in memory, as a guest may read it.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Shown([AtomicU32; SHOWN_WORDS]);
+
+impl Default for Shown {
+    fn default() -> Self {
+        Self(std::array::from_fn(|_| AtomicU32::new(0)))
+    }
+}
+
+/// Where [`Shown`] is, and whether the guest reads it there instead of leaving for each register.
+pub trait Showing: Send + Sync {
+    /// The page.
+    fn page(&self) -> &Shown;
+
+    /// What the page holds may be old from now on: the guest leaves for each read until [`Showing::publish`] has it back.
+    /// Called from any thread.
+    fn withdraw(&self) {}
+
+    /// How often it was withdrawn.
+    fn withdrawals(&self) -> u64 {
+        0
+    }
+
+    /// The page holds what the guest may read, unless it was withdrawn more often than `withdrawals`.
+    fn publish(&self, _withdrawals: u64) {}
+}
+
+/// A page that no guest reads.
+#[derive(Debug, Default)]
+pub struct Hidden(Shown);
+
+impl Showing for Hidden {
+    fn page(&self) -> &Shown {
+        &self.0
+    }
+}
+
+/// The interrupt of one device: why, which stands in the page, and the line.
 struct Line {
-    status: AtomicU32,
+    shown: Arc<dyn Showing>,
     line: Arc<dyn IrqLine>,
 }
 
 impl Line {
+    fn status(&self) -> &AtomicU32 {
+        &self.shown.page().0[STATUS_WORD]
+    }
+
     /// An edge for each event, also where an earlier one was not acknowledged yet: a guest may have masked that one away.
     #[inline]
     fn send(&self, why: u32) {
-        self.status.fetch_or(why, Ordering::AcqRel);
+        self.status().fetch_or(why, Ordering::AcqRel);
         self.line.pulse();
     }
 
     /// The driver has seen `why`.
     fn acknowledge(&self, why: u32) {
-        if self.status.fetch_and(!why, Ordering::AcqRel) & !why == 0 {
-            self.line.release(&|| self.status.load(Ordering::Acquire) != 0);
+        if self.status().fetch_and(!why, Ordering::AcqRel) & !why == 0 {
+            self.line.release(&|| self.status().load(Ordering::Acquire) != 0);
         }
     }
 }
@@ -66,6 +121,8 @@ impl Interrupt for Line {
     }
 
     fn config(&self) {
+        // The device's own thread can't show what changed: it has no way to the registers' lock.
+        self.shown.withdraw();
         self.send(CHANGED);
     }
 }
@@ -85,9 +142,53 @@ impl VirtioMmio {
     /// # Errors
     /// When the host has no descriptors left.
     pub fn new(device: Box<dyn VirtioDevice>, ram: GuestRam, line: Arc<dyn IrqLine>) -> io::Result<Self> {
-        let line = Arc::new(Line { status: AtomicU32::new(0), line });
+        Self::shown(device, ram, line, Arc::new(Hidden::default()))
+    }
+
+    /// [`VirtioMmio::new`] whose registers are shown in a page, too.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn shown(
+        device: Box<dyn VirtioDevice>,
+        ram: GuestRam,
+        line: Arc<dyn IrqLine>,
+        shown: Arc<dyn Showing>,
+    ) -> io::Result<Self> {
+        let line = Arc::new(Line { shown, line });
         let core = Core::new(device, ram, Arc::clone(&line) as Arc<dyn Interrupt>)?;
-        Ok(Self { core, line, device_features: 0, driver_features: 0, queue: 0 })
+        let new = Self { core, line, device_features: 0, driver_features: 0, queue: 0 };
+        new.show();
+        Ok(new)
+    }
+
+    /// Brings the page up to date. A driver that reads configuration from it while it changes sees a generation that is
+    /// neither the one before nor the one after, and reads again (2.5.1).
+    fn show(&self) {
+        let withdrawals = self.line.shown.withdrawals();
+        let Shown(words) = self.line.shown.page();
+        let put = |offset: u64, value: u32| {
+            if let Some(word) = words.get((offset / 4) as usize)
+                && word.load(Ordering::Relaxed) != value
+            {
+                word.store(value, Ordering::SeqCst);
+            }
+        };
+        let configuration = |offset: u64| {
+            let mut word = [0; 4];
+            self.core.read_config(offset, &mut word);
+            u32::from_le_bytes(word)
+        };
+        let old = |offset: u64| words.get((offset / 4) as usize).map_or(0, |word| word.load(Ordering::Relaxed));
+        let changes = |offset: &u64| old(CONFIG + offset) != configuration(*offset);
+        if (0..SHOWN_CONFIG).step_by(4).any(|offset| changes(&offset)) {
+            put(GENERATION, BETWEEN);
+            (0..SHOWN_CONFIG).step_by(4).for_each(|offset| put(CONFIG + offset, configuration(offset)));
+        }
+        // The interrupt status lives there.
+        let registers = (0..CONFIG).step_by(4).filter(|offset| *offset != 4 * STATUS_WORD as u64);
+        registers.for_each(|offset| put(offset, self.register(offset)));
+        self.line.shown.publish(withdrawals);
     }
 
     /// Queues to bind an ioeventfd for at [`NOTIFY`], each with its eventfd. Inline queues are missing: their kicks have to
@@ -105,6 +206,7 @@ impl VirtioMmio {
     /// The device may have changed its configuration; see [`VirtioDevice::update_config`].
     pub fn update_config(&mut self) {
         self.core.update_config();
+        self.show();
     }
 
     /// The state machine behind the registers.
@@ -132,10 +234,10 @@ impl VirtioMmio {
             0x010 => self.core.offered_word(self.device_features),
             0x034 => self.core.queue(self.queue).map_or(0, |queue| queue.max_size.into()),
             0x044 => self.core.queue(self.queue).map_or(0, |queue| queue.enabled.into()),
-            0x060 => self.line.status.load(Ordering::Acquire),
+            0x060 => self.line.status().load(Ordering::Acquire),
             0x070 => self.core.status().into(),
             0x0b0 | 0x0b4 | 0x0b8 | 0x0bc => NO_REGION,
-            0x0fc => self.core.generation().into(),
+            GENERATION => self.core.generation().into(),
             _ => 0,
         }
     }
@@ -145,7 +247,11 @@ impl VirtioMmio {
         match (offset, data) {
             (CONFIG..SIZE, _) => self.core.write_config(offset - CONFIG, data),
             (0..CONFIG, &[a, b, c, d]) => self.set_register(offset, u32::from_le_bytes([a, b, c, d])),
-            _ => {}
+            _ => return,
+        }
+        // Kicks and acknowledgements, which are all there is while a driver runs, change nothing else.
+        if !matches!(offset, NOTIFY | 0x064) {
+            self.show();
         }
     }
 
@@ -181,5 +287,6 @@ impl VirtioMmio {
         self.core.reset();
         self.line.acknowledge(u32::MAX);
         (self.device_features, self.driver_features, self.queue) = (0, 0, 0);
+        self.show();
     }
 }
