@@ -177,6 +177,10 @@ static void setup(const char *line)
 	gate(0xff, on_spurious);
 	__asm__ volatile("lidt %0" ::"m"(pointer));
 	*(volatile u32 *)(lapic + 0xf0) = 0x1ff;
+	// A PIC, where there is one, sees the serial port, too, and may reach LINT0: neither has a say here.
+	*(volatile u32 *)(lapic + 0x350) = 1 << 16;
+	out8(0x21, 0xff);
+	out8(0xa1, 0xff);
 	__asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
 	if (!(eoi && *eoi == 'a') && a & 1 << 6) {
 		u64 flag = (u64)&eoi_flag | 1;

@@ -123,6 +123,8 @@ fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
         ));
     } else if scaled && asked.suite.starts_with("net") {
         notes.push(format!("Scale {}: of the full 2 GiB each way, 20,000 and 4,000 transactions.", asked.scale));
+    } else if scaled && asked.suite.starts_with("interrupts") {
+        notes.push(format!("Scale {}: of the full 20,000 interrupts.", asked.scale));
     } else if scaled && asked.suite != "boot" {
         notes.push(format!(
             "Scale {}: times and sizes of the tax suite are {} of the full ones (10 s, 2 GiB, 1 GiB of files, 50,000 locks), \
