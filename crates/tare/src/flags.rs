@@ -272,7 +272,7 @@ const FLAGS: &[Flag] = &[
     Flag {
         name: "mmio-status",
         value: Some("HOW"),
-        help: &["how a guest reads mmio registers: each read leaves, or from a page; trap or ro-page [trap]"],
+        help: &["how mmio registers are read: each by an exit or from a page;", "trap or ro-page [trap]"],
         set: |t, v| put(&mut t.mmio_status, "mmio-status", word("mmio-status", v)?),
     },
     Flag {
@@ -284,10 +284,7 @@ const FLAGS: &[Flag] = &[
     Flag {
         name: "vioapic",
         value: Some("MODE"),
-        help: &[
-            "a paravirtual interrupt controller for disks and nets with",
-            "--transport mmio: trap, ro-page or pv [none]",
-        ],
+        help: &["a paravirtual interrupt controller (docs/vioapic.md);", "trap, ro-page or pv [none]"],
         set: |t, v| put(&mut t.vioapic, "vioapic", word("vioapic", v)?),
     },
     Flag {
