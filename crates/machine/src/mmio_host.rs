@@ -91,9 +91,9 @@ impl MmioHost {
             bells.push(Doorbell { offset: NOTIFY, value: Some(queue.into()), fd });
         }
         // There are fewer than 256.
-        let region = self.spaces.add_device(at, SIZE, Device::VirtioMmio(number as u8), bells)?;
+        let region = self.spaces.add_device(at, SIZE, Device::VirtioMmio(number as u8), bells.clone())?;
         if let Some(page) = page {
-            page.place(region, Device::VirtioMmio(number as u8));
+            page.place(region, Device::VirtioMmio(number as u8), bells);
         }
         let device = Arc::new(Mutex::new(device));
         self.devices.push(device.clone());

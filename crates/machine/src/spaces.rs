@@ -203,11 +203,30 @@ impl Spaces {
         owner: Owner,
         size: u64,
         kind: Kind<Device>,
+        place: (RegionId, u64),
+    ) -> Result<RegionId, Error> {
+        // SAFETY: as promised by the caller.
+        unsafe { self.add_page_with(owner, size, kind, place, Vec::new()) }
+    }
+
+    /// [`Spaces::add_page`] with doorbells: those of the device below it are out of sight as long as it is there.
+    ///
+    /// # Safety
+    /// As there.
+    ///
+    /// # Errors
+    /// As there.
+    pub unsafe fn add_page_with(
+        &self,
+        owner: Owner,
+        size: u64,
+        kind: Kind<Device>,
         (over, at): (RegionId, u64),
+        bells: Vec<Doorbell>,
     ) -> Result<RegionId, Error> {
         self.0.keep(owner);
         Ok(self.0.memory.change(|tree| {
-            let region = tree.region(size, kind)?;
+            let region = tree.device(size, kind, bells)?;
             tree.place(over, at, PAGE_PRIORITY, region)?;
             Ok(region)
         })?)

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::Hva;
 use base::mmap::Mmap;
-use mem::space::{Kind, RegionId};
+use mem::space::{Doorbell, Kind, RegionId};
 use virtio::transport::mmio::{SIZE, Showing, Shown};
 
 use crate::error::{Error, host};
@@ -27,7 +27,8 @@ struct State {
 
 /// One device's page.
 pub struct StatusPage {
-    memory: Mmap,
+    /// By itself, so that the address space, which keeps it, does not keep itself.
+    memory: Arc<Mmap>,
     spaces: Spaces,
     state: Mutex<State>,
 }
@@ -39,14 +40,15 @@ impl StatusPage {
     /// [`Error::Host`] when the host has no memory left.
     pub fn new(spaces: &Spaces) -> Result<Self, Error> {
         let memory = Mmap::anonymous(SIZE as usize).map_err(host("map a device's registers"))?;
-        Ok(Self { memory, spaces: spaces.clone(), state: Mutex::default() })
+        Ok(Self { memory: Arc::new(memory), spaces: spaces.clone(), state: Mutex::default() })
     }
 
-    /// Shows the guest the page over the region of `device`, whose registers it has. Where KVM can't, reads leave as before.
-    pub fn place(self: Arc<Self>, over: RegionId, device: Device) {
+    /// Shows the guest the page over the region of `device`, whose registers and doorbells it has. Where KVM can't, reads leave
+    /// as before.
+    pub fn place(&self, over: RegionId, device: Device, bells: Vec<Doorbell>) {
         let kind = Kind::Rom(Hva(self.memory.as_ptr() as u64), device, 0);
-        // SAFETY: the memory belongs to self, which is its owner there; it holds what the guest may read of its device.
-        let page = unsafe { self.spaces.add_page(self.clone(), SIZE, kind, (over, 0)) };
+        // SAFETY: the memory is its own owner there; it holds what the guest may read of its device.
+        let page = unsafe { self.spaces.add_page_with(self.memory.clone(), SIZE, kind, (over, 0), bells) };
         let mut state = self.lock();
         state.mapped = page.is_ok();
         state.regions = page.ok().map(|page| (over, page));
@@ -60,7 +62,7 @@ impl StatusPage {
 impl Showing for StatusPage {
     fn page(&self) -> &Shown {
         // SAFETY: the mapping is a page, zeroed at first, aligned and longer than what is shown, which is atomics; it lives as
-        // long as self, and nothing but those and the guest, which may only read, ever touches it.
+        // long as self at least, and nothing but those and the guest, which may only read, ever touches it.
         unsafe { &*self.memory.as_ptr().cast::<c_void>().cast::<Shown>() }
     }
 
