@@ -60,7 +60,9 @@ bench-block: build ## the disk engine beside QEMU's, natively: ratios as a table
 bench-memory: build ## memory made ready and found, natively: preallocation and the pool beside QEMU, zeroing, lookups; ratios
 	@scripts/install-deps bench
 	cargo build --release --locked -p tare --example bench_memory
+	cargo build --release --locked -p kvm --example harvest
 	target/release/examples/bench_memory $(BENCH_MEMORY)
+	target/release/examples/harvest
 
 build: ## the release programs
 	scripts/build

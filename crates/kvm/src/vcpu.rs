@@ -159,6 +159,14 @@ impl Vcpu {
         unsafe { self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror }
     }
 
+    /// The ring of the pages that it writes, whose VM was told of `bytes` by [`crate::Vm::dirty_ring`].
+    ///
+    /// # Errors
+    /// What `mmap` says.
+    pub fn dirty_ring(&self, bytes: u32) -> std::io::Result<crate::DirtyRing> {
+        crate::DirtyRing::map(&self.fd, bytes)
+    }
+
     /// The VM's ring of coalesced writes, mapped through this vCPU.
     #[must_use]
     pub fn coalesced_ring(&self) -> Option<CoalescedRing> {

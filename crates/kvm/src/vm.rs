@@ -216,6 +216,16 @@ impl Vm {
         self.fd.set_tss_address(0xfeff_d000).map_err(call("KVM_SET_TSS_ADDR"))
     }
 
+    /// What KVM says of a capability; 0 is absent.
+    pub(crate) fn capability(&self, cap: u32) -> i32 {
+        self.fd.check_extension_raw(u64::from(cap)).max(0)
+    }
+
+    /// Switches a capability on; `false` when KVM refuses.
+    pub(crate) fn enable_cap(&self, request: &kvm_enable_cap) -> bool {
+        self.fd.enable_cap(request).is_ok()
+    }
+
     /// How many memory slots this host's KVM has.
     #[must_use]
     pub fn most_slots(&self) -> u32 {
