@@ -4,8 +4,9 @@
 //!
 //! `machine` makes one [`Prealloc`] and decides who works on it: threads of its own, vCPU threads, or one in the background.
 
+use std::arch::asm;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::ram::GuestRam;
@@ -131,9 +132,12 @@ impl Prealloc {
         }
         debug_assert!(self.ram.size() > 0);
         for offset in (0..len).step_by(PAGE) {
-            // SAFETY: inside the range, as above; an atomic byte, since the guest may be running.
-            let byte = unsafe { &*at.add(offset).cast::<AtomicU8>() };
-            byte.fetch_or(0, Ordering::Relaxed);
+            // SAFETY: inside the range, as above. One atomic instruction, since the guest may be running; written out, since
+            // a compiler may leave out an `or` with nothing.
+            unsafe {
+                let byte = at.add(offset);
+                asm!("lock or byte ptr [{byte}], 0", byte = in(reg) byte, options(nostack));
+            }
         }
         Ok(())
     }

@@ -133,7 +133,7 @@ pub fn run(asked: &PoolFlags) -> Result<Exit, Failure> {
     let plan = PoolPlan { size: asked.size, piece: asked.piece, pages: asked.pages, zero, threads: asked.threads };
     let begun = Instant::now();
     let pool = Pool::new(plan).map_err(|e| failed(e.to_string()))?;
-    let terminal = io::stderr().is_terminal();
+    let (terminal, pages) = (io::stderr().is_terminal(), asked.pages);
     let teller = pool.clone();
     let tell = move || {
         teller.wait(|stock| {
@@ -147,9 +147,11 @@ pub fn run(asked: &PoolFlags) -> Result<Exit, Failure> {
         let end = if terminal { "\r" } else { "" };
         let _ = writeln!(
             io::stderr(),
-            "{end}tare: the pool has {gib:.2} GiB ready after {seconds:.2} s, {:.2} GiB/s; zero={}",
+            "{end}tare: the pool has {gib:.2} GiB ready after {seconds:.2} s, {:.2} GiB/s; zero={}; {:.2} GiB in huge pages{}",
             gib / seconds,
-            zero.name()
+            zero.name(),
+            huge() as f64 / f64::from(1 << 30),
+            if pages == Pages::Transparent && huge() == 0 { NO_HUGE } else { "" }
         );
     };
     std::thread::Builder::new()
@@ -158,6 +160,17 @@ pub fn run(asked: &PoolFlags) -> Result<Exit, Failure> {
         .map_err(|e| failed(format!("no thread can be started, {e}: memory-pool; raise the limit on processes")))?;
     pool.serve(listening).map_err(|e| failed(format!("the pool can't go on, {e}: {}", asked.socket.display())))?;
     Ok(Exit::Clean)
+}
+
+/// Why there may be none.
+const NO_HUGE: &str = ": write advise to /sys/kernel/mm/transparent_hugepage/shmem_enabled, or use --pages 2M";
+
+/// Bytes of this process's files in memory that are in huge pages.
+fn huge() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap_or_default();
+    let kib = |line: &str| line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok();
+    let names = ["ShmemPmdMapped:", "Shared_Hugetlb:"];
+    text.lines().filter(|l| names.iter().any(|name| l.starts_with(name))).filter_map(kib).sum::<u64>() << 10
 }
 
 fn bar(stock: Stock, seconds: f64) -> String {

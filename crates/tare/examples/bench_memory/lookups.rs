@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Finding memory under contention: threads that look guest addresses up and now and then sync the dirty log of a slot, while
-//! regions come and go; with a lock for each listener, with one for all of them, and without a lock.
+//! Finding memory under contention: half of the threads look guest addresses up, half sync the dirty log of a slot again and
+//! again, while regions come and go; with a lock for each listener, with one for all of them, and without a lock. One thread
+//! does both in turn, and alone it only looks up.
 //!
 //! A sync copies and clears the bitmap of 1 GiB of 4 KiB pages under the slots' lock, where there is one, as monitors do. The
 //! view that is searched is the same in all three, so the difference is the locking alone.
@@ -18,7 +19,9 @@ use crate::{Options, promise};
 /// Words of the bitmap of 1 GiB.
 const BITMAP: usize = (1 << 30) / 4096 / 64;
 /// Lookups between two syncs of a thread.
-const BETWEEN: u64 = 4096;
+const BETWEEN: u64 = 1 << 16;
+/// Addresses that a thread looks up, in turn; made beforehand, so that the time is the lookup's.
+const ADDRESSES: usize = 1024;
 /// How long each case is measured.
 const WINDOW: Duration = Duration::from_millis(120);
 /// Bytes of a slot, and the stride of slots.
@@ -126,7 +129,7 @@ impl Table {
     }
 }
 
-/// Lookups a second of all threads together.
+/// Lookups a second of the threads that look up, together.
 fn rate(table: &Table, threads: usize, slots: u64, contended: bool) -> f64 {
     let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
     let begun = Instant::now();
@@ -135,14 +138,21 @@ fn rate(table: &Table, threads: usize, slots: u64, contended: bool) -> f64 {
             let (stop, count) = (&stop, &count);
             scope.spawn(move || {
                 let (mut done, mut at) = (0u64, thread as u64 * 7919);
+                let mut address = || {
+                    at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    Gpa((at >> 33) % slots * SLOT + (at >> 20) % 4096 * 8)
+                };
+                let addresses: Vec<Gpa> = (0..ADDRESSES).map(|_| address()).collect();
+                let syncs = contended && threads > 1 && thread % 2 == 1;
+                while syncs && !stop.load(Ordering::Relaxed) {
+                    table.sync(thread / 2);
+                }
                 while !stop.load(Ordering::Relaxed) {
-                    for _ in 0..64 {
-                        at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                        let gpa = Gpa((at >> 33) % slots * SLOT + (at >> 20) % 4096 * 8);
-                        black_box(table.lookup(thread, gpa));
+                    for gpa in &addresses {
+                        black_box(table.lookup(thread / 2, *gpa));
                     }
-                    done += 64;
-                    if contended && done % BETWEEN == 0 {
+                    done += ADDRESSES as u64;
+                    if contended && threads == 1 && done % BETWEEN == 0 {
                         table.sync(thread);
                     }
                 }
