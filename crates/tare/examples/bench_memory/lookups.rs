@@ -174,7 +174,7 @@ fn rate(table: &Table, threads: usize, slots: u64, contended: bool) -> f64 {
 
 pub fn run(options: &Options) {
     println!(
-        "\nlookups, millions a second of all threads; one thread alone, then threads that also sync dirty logs while regions move"
+        "\nlookups, millions a second: one thread alone; then threads, of which half sync dirty logs, while regions move"
     );
     println!(
         "    {:>6} {:<13} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
