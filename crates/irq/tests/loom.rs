@@ -228,3 +228,23 @@ fn a_line_that_is_disabled_meanwhile_comes_back() {
         assert_eq!(world.irr() & BIT, 0);
     });
 }
+
+/// A CPU that sees no unmasking under way masks by the word alone, and the line stays masked.
+#[test]
+fn a_mask_after_an_unmasking_holds() {
+    check(|| {
+        let world = World::new(Mode::Pv);
+        world.vioapic.pages().guest().unmask.fetch_or(BIT, SeqCst);
+        let monitor = thread::spawn({
+            let world = world.clone();
+            move || world.vioapic.doorbell()
+        });
+        let guest = world.vioapic.pages().guest();
+        let masked = guest.unmask.load(SeqCst) & BIT == 0;
+        if masked {
+            guest.mask.fetch_or(BIT, SeqCst);
+        }
+        monitor.join().unwrap();
+        assert!(!masked || guest.mask.load(SeqCst) & BIT != 0, "unmasked behind the guest's back");
+    });
+}
