@@ -5,7 +5,10 @@
 //! Devices in `pci` and `virtio` hold these traits; `machine` answers them with KVM's irqfds, `testkit` with recorders.
 
 mod ioapic;
+#[cfg(not(loom))]
 mod sync;
+#[cfg(loom)]
+pub mod sync;
 pub mod vioapic;
 
 use std::io;

@@ -7,7 +7,7 @@
 //! read from there is bits and nothing else: whatever they are, a line is sent at most once until it is unmasked.
 
 use crate::MsiMessage;
-use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering::SeqCst, fence, relock};
+use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering::SeqCst, fence, look, put, relock};
 
 /// Lines of the controller.
 pub const LINES: u8 = 64;
@@ -87,15 +87,15 @@ impl Registers {
     /// What the register at byte `offset` (a multiple of 8) shows; 0 where there is none.
     #[must_use]
     pub fn get(&self, offset: u64) -> u64 {
-        self.0.get(offset as usize / 8).map_or(0, |word| word.load(SeqCst))
+        self.0.get(offset as usize / 8).map_or(0, look)
     }
 
     fn set(&self, offset: u64, value: u64) {
         // Only what changes is stored: guests that read the page keep their cache lines.
         if let Some(word) = self.0.get(offset as usize / 8)
-            && word.load(SeqCst) != value
+            && look(word) != value
         {
-            word.store(value, SeqCst);
+            put(word, value);
         }
     }
 }
@@ -244,7 +244,7 @@ impl<P: Pages> Vioapic<P> {
         state.level &= !bit(line);
         if still() {
             state.level |= bit(line);
-        } else if (state.event ^ self.pages.guest().ack.load(SeqCst)) & bit(line) == 0 {
+        } else if (state.event ^ look(&self.pages.guest().ack)) & bit(line) == 0 {
             // The guest finds nothing to serve and to end: the next one is sent again.
             state.in_service &= !bit(line);
         }
@@ -256,7 +256,7 @@ impl<P: Pages> Vioapic<P> {
         let mut state = self.lock();
         // What the device did before is seen by a guest whose acknowledgement is not seen here.
         fence(SeqCst);
-        let pending = state.event ^ self.pages.guest().ack.load(SeqCst);
+        let pending = state.event ^ look(&self.pages.guest().ack);
         let fresh = lines & !pending;
         state.event ^= fresh;
         state.counts.events += u64::from(fresh.count_ones());
@@ -280,14 +280,14 @@ impl<P: Pages> Vioapic<P> {
         registers.set(reg::LEVEL, state.level);
         registers.set(reg::EVENT, state.event);
         fence(SeqCst);
-        let ended = guest.unmask.load(SeqCst);
+        let ended = look(&guest.unmask);
         if ended != 0 {
             guest.mask.fetch_and(!ended, SeqCst);
             guest.unmask.fetch_and(!ended, SeqCst);
             state.in_service &= !ended;
         }
-        let irr = state.level | (state.event ^ guest.ack.load(SeqCst));
-        let mask = guest.mask.load(SeqCst);
+        let irr = state.level | (state.event ^ look(&guest.ack));
+        let mask = look(&guest.mask);
         registers.set(reg::IRR, irr);
         registers.set(reg::ISR, irr & !mask);
         registers.set(reg::MASK, mask);
@@ -358,7 +358,7 @@ impl<P: Pages> Vioapic<P> {
                 guest.unmask.fetch_or(value, SeqCst);
             }
             reg::ACK => {
-                let differs = (guest.ack.load(SeqCst) ^ state.event) & value;
+                let differs = (look(&guest.ack) ^ state.event) & value;
                 guest.ack.fetch_xor(differs, SeqCst);
             }
             at @ reg::LINE..reg::DEVICE => {
