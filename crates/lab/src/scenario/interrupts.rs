@@ -51,7 +51,8 @@ pub fn figures(sample: &Sample) -> Result<Vec<(&'static str, Figure)>> {
     let (count, served) = (said(line, "count")?, said(line, "served")?);
     anyhow::ensure!(count == served, "of {count} interrupts {served} were served");
     // What makes the interrupt come leaves to the monitor, too.
-    let injection = if line.contains("controller=vioapic") { 1.0 } else { 3.0 };
+    let paravirtual = line.contains("controller=vioapic");
+    let injection = if paravirtual { 1.0 } else { 3.0 };
     let get = |name: &str| done.counters.get(name).copied().unwrap_or(0) as f64 / count;
     let (mmio, pio, all) = (get("mmio_exits"), get("io_exits"), get("exits"));
     let lower = |metric: &str, unit, value| Figure::new(metric, unit, Better::Lower, value);
@@ -63,8 +64,10 @@ pub fn figures(sample: &Sample) -> Result<Vec<(&'static str, Figure)>> {
     ];
     if all > 0.0 {
         // A run begins and ends, too: what is left of that by the count is cut off.
+        // The paravirtual controller has no ports: those are the guest's few words to the user.
+        let answered = if paravirtual { mmio } else { mmio + pio };
         let tenths = |value: f64| (value * 10.0).round() / 10.0;
-        out.push(lower("exits to the monitor, response", "", tenths((mmio + pio - injection).max(0.0))));
+        out.push(lower("exits to the monitor, response", "", tenths((answered - injection).max(0.0))));
         out.push(lower("exits to the monitor, injection", "", injection));
         out.push(lower("exits, all", "", tenths(all)));
         out.push(lower("exits: mmio", "", tenths(mmio)));
@@ -115,7 +118,7 @@ mod tests {
         let figures = figures(&Sample::parse(REPORT).unwrap()).unwrap();
         let get = |metric: &str| figures.iter().find(|(_, f)| f.metric == metric).map(|(_, f)| f.value);
         assert_eq!((get("response"), get("injection"), get("both")), (Some(600.0), Some(300.0), Some(900.0)));
-        assert_eq!(get("exits to the monitor, response"), Some(3.1));
+        assert_eq!(get("exits to the monitor, response"), Some(3.0));
         assert_eq!((get("exits: mmio"), get("exits, all")), (Some(4.0), Some(5.0)));
     }
 
