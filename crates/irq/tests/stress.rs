@@ -209,6 +209,12 @@ impl Driven for Pins {
         self.chip.lock().unwrap().0.end(vector as u8, |_, send| again.extend(send));
         again.into_iter().for_each(|message| assert!(self.apics.send(message)));
         let wanted = self.moves[usize::from(line)].swap(0, SeqCst);
+        if wanted == 0 {
+            return;
+        }
+        // Masked first, so that nothing is sent between the look and the change; the line's lock keeps others from the mask.
+        let mut masked = 0;
+        self.write(line, |entry| masked = std::mem::replace(entry, *entry | 0x1_0000) & 0x1_0000);
         let waits = {
             let mut chip = self.chip.lock().unwrap();
             chip.0.write(0, &[0x10 + 2 * line]);
@@ -216,9 +222,10 @@ impl Driven for Pins {
             chip.0.read(0x10, &mut low);
             low[1] & 1 << 6 != 0
         };
-        if wanted != 0 && !waits {
-            self.write(line, |entry| *entry = (*entry & 0x1_8000) | (wanted & !(1 << 63)));
-        }
+        self.write(line, |entry| {
+            let aimed = if waits { *entry & !0x1_0000 } else { (*entry & 0x8000) | (wanted & !(1 << 63)) };
+            *entry = aimed | masked;
+        });
     }
 
     fn mask(&self, line: u8, masked: bool) {
