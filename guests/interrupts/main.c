@@ -120,8 +120,7 @@ static int serve_vioapic(void)
 
 static u32 ioapic_read(u32 which) { ioapic[0] = which; return ioapic[4]; }
 
-// Eight accesses: select, read, write to mask; select and read to see it; select, read, write to unmask. The last select is
-// shared with the one before it, as a driver under one lock does.
+// Eight accesses: select, read, write to mask; select and read to see it; select, read, write to unmask.
 static int serve_ioapic(void)
 {
 	u32 entry = ioapic_read(0x10 + 2 * PIN);
