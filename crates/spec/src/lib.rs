@@ -30,7 +30,7 @@ pub use cpus::{Cpus, Topology};
 pub use error::SpecError;
 pub use host_cpu::{CpuPin, DisableExits, HostCpus, MAX_HALT_POLL};
 pub use memory::{MAX_MEMORY, MAX_PREALLOC_THREADS, MIN_MEMORY, Memory, MemoryBacking, Pages, Prealloc};
-pub use net::{MAX_NETS, Mac, Net, NetKind};
+pub use net::{Descriptors, MAX_NETS, Mac, Net, NetKind};
 pub use parse::{FromText, Word, parse_on_off, parse_port, parse_size, show_size};
 pub use text::{Said, said, said_each};
 pub use vm::*;

@@ -30,14 +30,14 @@ pub struct Net {
     pub kind: NetKind,
     /// Name of the tap, for `kind = tap`.
     pub tap: Option<String>,
-    /// A descriptor that tare inherits instead: a tap, or for `kind = user` a stream socket to passt.
-    pub fd: Option<u32>,
+    /// Descriptors that tare inherits instead: a tap, or one for each of its queues; for `kind = user` a stream socket to passt.
+    pub fd: Descriptors,
     /// The host's kernel moves the packets of a tap (vhost-net), instead of a thread of tare.
     #[serde(deserialize_with = "on_off")]
     pub vhost: bool,
-    /// A descriptor of `/dev/vhost-net` that tare inherits; says `vhost` too.
-    pub vhostfd: Option<u32>,
-    /// Pairs of queues that the guest may use, one by default; only a tap has several.
+    /// Descriptors of `/dev/vhost-net` that tare inherits, one for each pair of queues; says `vhost` too.
+    pub vhostfd: Descriptors,
+    /// Pairs of queues that the guest may use, as many as descriptors or one by default; only a tap has several.
     pub queues: Option<u16>,
     /// The guest's address; tare draws one where it is not said.
     pub mac: Option<Mac>,
@@ -58,6 +58,33 @@ pub struct Net {
 /// The keys of the text form.
 const KEYS: [&str; 12] =
     ["kind", "tap", "fd", "vhost", "vhostfd", "queues", "mac", "mtu", "bps", "bps-burst", "pps", "pps-burst"];
+
+/// Numbers of open files that tare inherits: `5`, or `5:6` for several; in a table a list will do, too.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Descriptors(pub Vec<u32>);
+
+impl Descriptors {
+    fn parse(place: &str, text: &str) -> Result<Self, SpecError> {
+        text.split(':').map(|number| parse_number(place, number)).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Descriptors {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Said {
+            One(u32),
+            Several(Vec<u32>),
+            Text(String),
+        }
+        match Said::deserialize(deserializer)? {
+            Said::One(number) => Ok(Self(vec![number])),
+            Said::Several(numbers) => Ok(Self(numbers)),
+            Said::Text(text) => Self::parse("a descriptor", &text).map_err(serde::de::Error::custom),
+        }
+    }
+}
 
 /// What is at the host's end of a NIC.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -137,13 +164,13 @@ impl FromText for Net {
     fn from_text(text: &str) -> Result<Self, SpecError> {
         let group = Group::parse("net", text, "kind", &KEYS)?;
         let tap = group.read("tap", |_, v| Ok(v.to_owned()))?;
-        let vhostfd = group.read("vhostfd", parse_number)?;
+        let vhostfd = group.read("vhostfd", Descriptors::parse)?.unwrap_or_default();
         let implied = if tap.is_some() { NetKind::Tap } else { NetKind::default() };
         Ok(Self {
             kind: group.read("kind", NetKind::from_word)?.unwrap_or(implied),
             tap,
-            fd: group.read("fd", parse_number)?,
-            vhost: group.read("vhost", parse_on_off)?.unwrap_or(vhostfd.is_some()),
+            fd: group.read("fd", Descriptors::parse)?.unwrap_or_default(),
+            vhost: group.read("vhost", parse_on_off)?.unwrap_or(!vhostfd.0.is_empty()),
             vhostfd,
             queues: group.read("queues", parse_number)?,
             mac: group.read("mac", Mac::parse)?,
@@ -157,8 +184,14 @@ impl FromText for Net {
 }
 
 impl Net {
+    /// Pairs of queues, 1 to 16 in a description that was checked.
+    #[must_use]
+    pub fn pairs(&self) -> u16 {
+        self.queues.unwrap_or(self.fd.0.len().max(self.vhostfd.0.len()).max(1).try_into().unwrap_or(u16::MAX))
+    }
+
     fn check(&self) -> Result<(), SpecError> {
-        match (self.kind, &self.tap, self.fd) {
+        match (self.kind, &self.tap, self.fd.0.first()) {
             (NetKind::User, Some(_), _) => {
                 return Err(out_of_range(
                     "net.tap",
@@ -198,20 +231,26 @@ impl Net {
         rate("net.bps", self.bps, "net.bps-burst", self.bps_burst, MIN_BPS)?;
         rate("net.pps", self.pps, "net.pps-burst", self.pps_burst, 1)?;
         let limited = self.bps.is_some() || self.pps.is_some();
-        let (queues, wanted) = (self.queues.unwrap_or(1), self.vhost || self.vhostfd.is_some());
+        let (queues, wanted) = (self.pairs(), self.vhost || !self.vhostfd.0.is_empty());
         if queues == 0 || queues > MAX_QUEUES {
             let what = format!("{queues} pairs of queues can't be had");
             return Err(out_of_range("net.queues", what, format!("ask for 1 to {MAX_QUEUES}")));
         }
-        if queues > 1 && (self.kind == NetKind::User || self.fd.is_some() || self.vhostfd.is_some()) {
-            let what = "only a tap that is named has several pairs of queues";
-            return Err(out_of_range("net.queues", what, "say tap=NAME, or take queues out"));
+        if queues > 1 && self.kind == NetKind::User {
+            let what = "only a tap has several pairs of queues";
+            return Err(out_of_range("net.queues", what, "say kind=tap, or ask for one"));
+        }
+        for (place, given) in [("net.fd", &self.fd.0), ("net.vhostfd", &self.vhostfd.0)] {
+            if !given.is_empty() && given.len() != usize::from(queues) {
+                let what = format!("descriptors given: {}, pairs of queues: {queues}", given.len());
+                return Err(out_of_range(place, what, "give one for each pair, as in fd=5:6, or say queues="));
+            }
         }
         if wanted && self.kind == NetKind::User {
             let hint = "say kind=tap, or take it out";
             return Err(out_of_range("net.vhost", "the host's kernel has no part in kind=user", hint));
         }
-        if self.vhostfd.is_some() && !self.vhost {
+        if !self.vhostfd.0.is_empty() && !self.vhost {
             return Err(out_of_range("net.vhostfd", "vhost is off", "say vhost=on, or take it out"));
         }
         if wanted && limited {
@@ -236,13 +275,21 @@ pub(crate) fn check(nets: &[Net]) -> Result<(), SpecError> {
             Net { tap: Some(tap), .. } if twice(&|n| n.tap.as_ref() == Some(tap)) => {
                 format!("tap {tap} is given twice")
             }
-            Net { fd: Some(fd), .. } if twice(&|n| n.fd == Some(*fd)) => format!("descriptor {fd} is given twice"),
+            Net { fd: Descriptors(fds), .. } if again(fds, before).is_some() => {
+                format!("descriptor {} is given twice", again(fds, before).unwrap_or_default())
+            }
             Net { mac: Some(mac), .. } if twice(&|n| n.mac == Some(*mac)) => format!("address {mac} is given twice"),
             _ => continue,
         };
         return Err(out_of_range("net", what, "give each network device its own"));
     }
     Ok(())
+}
+
+/// The first of `fds` that is there twice, or in one of `before`.
+fn again(fds: &[u32], before: &[Net]) -> Option<u32> {
+    let known = |(index, fd): (usize, &u32)| fds[..index].contains(fd) || before.iter().any(|n| n.fd.0.contains(fd));
+    fds.iter().enumerate().find(|one| known(*one)).map(|(_, fd)| *fd)
 }
 
 #[cfg(test)]
@@ -263,7 +310,7 @@ mod tests {
         let tap = Net { kind: NetKind::Tap, tap: Some("tap0".into()), ..Net::default() };
         assert_eq!(Net::from_text("tap,tap=tap0").unwrap(), tap);
         let mac = Some(Mac([0x52, 0x54, 0, 0x12, 0x34, 0xab]));
-        let full = Net { fd: Some(5), mac, mtu: Some(9000), tap: None, ..tap };
+        let full = Net { fd: Descriptors(vec![5]), mac, mtu: Some(9000), tap: None, ..tap };
         assert_eq!(Net::from_text("fd=5,kind=tap,mac=52:54:00:12:34:AB,mtu=9000").unwrap(), full);
         assert_eq!(check(&[full, Net::default(), Net::default()]), Ok(()));
     }
@@ -305,13 +352,24 @@ mod tests {
     #[test]
     fn who_moves_the_packets() {
         let net = Net::from_text("tap=t0,vhost=on,queues=4").unwrap();
-        assert_eq!((net.kind, net.vhost, net.queues, net.vhostfd), (NetKind::Tap, true, Some(4), None));
+        assert_eq!(
+            (net.kind, net.vhost, net.queues, net.vhostfd.clone()),
+            (NetKind::Tap, true, Some(4), Descriptors::default())
+        );
         assert_eq!(check(std::slice::from_ref(&net)), Ok(()));
         let table = serde_json::json!({"kind": "tap", "tap": "t0", "vhost": "on", "queues": 4});
         assert_eq!(serde_json::from_value::<Net>(table).unwrap(), net);
         let passed = Net::from_text("tap,fd=5,vhostfd=6").unwrap();
-        assert_eq!((passed.vhost, passed.vhostfd), (true, Some(6)));
+        assert_eq!((passed.vhost, &passed.vhostfd, passed.pairs()), (true, &Descriptors(vec![6]), 1));
         assert_eq!(check(&[passed]), Ok(()));
+        let several = Net::from_text("tap,fd=5:7,vhostfd=6:8").unwrap();
+        assert_eq!((several.pairs(), &several.fd.0[..], &several.vhostfd.0[..]), (2, &[5, 7][..], &[6, 8][..]));
+        for fds in [serde_json::json!([5, 7]), serde_json::json!("5:7")] {
+            let table = serde_json::json!({"kind": "tap", "fd": fds, "vhost": true, "vhostfd": [6, 8]});
+            assert_eq!(serde_json::from_value::<Net>(table).unwrap(), several);
+        }
+        assert_eq!(serde_json::from_value::<Net>(serde_json::json!({"fd": 9})).unwrap().fd, Descriptors(vec![9]));
+        assert_eq!(check(&[several, Net::from_text("tap=t,queues=2,vhostfd=9:10").unwrap()]), Ok(()));
         let limited = Net::from_text("user,bps=10M,pps=1000,pps-burst=5").unwrap();
         assert_eq!((limited.bps, limited.pps, limited.pps_burst), (Some(10 << 20), Some(1000), Some(5)));
         assert_eq!(check(&[limited]), Ok(()));
@@ -326,8 +384,16 @@ mod tests {
             ("tap=t,queues=17", "17 pairs of queues can't be had: net.queues; ask for 1 to 16"),
             (
                 "tap,fd=5,queues=2",
-                "only a tap that is named has several pairs of queues: net.queues; say tap=NAME, or take queues out",
+                "descriptors given: 1, pairs of queues: 2: net.fd; give one for each pair, as in fd=5:6, or say queues=",
             ),
+            (
+                "tap,fd=5:6,vhostfd=7",
+                "descriptors given: 1, pairs of queues: 2: net.vhostfd; give one for each pair, as in fd=5:6, or say queues=",
+            ),
+            ("user,queues=2", "only a tap has several pairs of queues: net.queues; say kind=tap, or ask for one"),
+            ("user,fd=5:6", "only a tap has several pairs of queues: net.queues; say kind=tap, or ask for one"),
+            ("tap,fd=5:6:5", "descriptor 5 is given twice: net; give each network device its own"),
+            ("tap,fd=5:", "`` is not a number: net.fd; write a whole number, and not too large a one"),
             ("user,pps-burst=5", "a burst needs a rate: net.pps-burst; say pps too"),
         ] {
             assert_eq!(says(text), line);
@@ -342,6 +408,7 @@ mod tests {
         };
         assert_eq!(all(&["tap,tap=a", "tap,tap=b", "user", "user"]), Ok(()));
         assert!(all(&["tap,tap=a", "tap,tap=a"]).unwrap_err().contains("tap a is given twice"));
+        assert!(all(&["tap,fd=2:3", "tap,fd=3:4"]).unwrap_err().contains("descriptor 3 is given twice"));
         assert!(all(&["user,fd=3", "tap,fd=3"]).unwrap_err().contains("descriptor 3 is given twice"));
         let mac = "user,mac=52:54:00:12:34:56";
         assert!(all(&[mac, mac]).unwrap_err().contains("address 52:54:00:12:34:56 is given twice"));

@@ -134,7 +134,10 @@ pub fn net_ops(data: &[u8]) {
     let mut input = Input(data);
     let (mut play, like) = Play::new(&mut input);
     let Ok((mut peer, wire)) = UnixStream::pair() else { panic!("a socket pair") };
-    let spec = spec::Net { fd: u32::try_from(wire.as_raw_fd()).ok(), ..spec::Net::default() };
+    let spec = spec::Net {
+        fd: spec::Descriptors(u32::try_from(wire.as_raw_fd()).into_iter().collect()),
+        ..spec::Net::default()
+    };
     let Ok(device) = Net::open(&spec, 0) else { panic!("a device on a socket") };
     play.agreed |= feature::CTRL_VQ | feature::CTRL_RX | feature::CTRL_MAC_ADDR;
     play.agreed |= if like & 1 == 0 { feature::MRG_RXBUF } else { 0 };

@@ -60,12 +60,12 @@ impl Net {
     /// See [`NetError`].
     pub fn open(spec: &spec::Net, number: usize) -> Result<Self, NetError> {
         let mtu = spec.mtu.unwrap_or(0);
-        let wire: Box<dyn Wire> = match (spec.kind, spec.fd) {
-            (spec::NetKind::User, Some(fd)) => Box::new(User::adopt(number, fd)?),
-            (spec::NetKind::User, None) => Box::new(User::start(number, spec.mtu)?),
-            (spec::NetKind::Tap, Some(fd)) => return Self::on_taps(vec![Tap::adopt(number, fd, mtu)?], spec, number),
-            (spec::NetKind::Tap, None) => {
-                let (name, queues) = (spec.tap.as_deref().unwrap_or_default(), spec.queues.unwrap_or(1).max(1));
+        let wire: Box<dyn Wire> = match (spec.kind, &spec.fd.0[..]) {
+            (spec::NetKind::User, [fd, ..]) => Box::new(User::adopt(number, *fd)?),
+            (spec::NetKind::User, []) => Box::new(User::start(number, spec.mtu)?),
+            (spec::NetKind::Tap, fds @ [_, ..]) => return Self::on_taps(adopt(fds, mtu, number)?, spec, number),
+            (spec::NetKind::Tap, []) => {
+                let (name, queues) = (spec.tap.as_deref().unwrap_or_default(), spec.pairs().max(1));
                 let taps = (0..queues).map(|_| Tap::open(number, name, mtu, queues > 1));
                 return Self::on_taps(taps.collect::<Result<_, _>>()?, spec, number);
             }
@@ -80,8 +80,8 @@ impl Net {
         let interface = taps.first().filter(|_| spec.vhost).and_then(Tap::interface);
         let mut lacking = None;
         let mut wires: Vec<(Box<dyn Wire>, Option<Vhost>)> = Vec::with_capacity(taps.len());
-        for tap in taps {
-            let vhost = match spec.vhostfd {
+        for (index, tap) in taps.into_iter().enumerate() {
+            let vhost = match spec.vhostfd.0.get(index).copied() {
                 Some(fd) => {
                     let want = "an unused descriptor of /dev/vhost-net";
                     Some(Vhost::adopt(fd).map_err(|_| NetError::Descriptor { number, fd, want })?)
@@ -242,6 +242,19 @@ impl Net {
     }
 }
 
+/// The tap behind `fds`, each a queue of it, for NIC `number`.
+fn adopt(fds: &[u32], mtu: u16, number: usize) -> Result<Vec<Tap>, NetError> {
+    let mut taps: Vec<Tap> = Vec::with_capacity(fds.len());
+    for &fd in fds {
+        let tap = Tap::adopt(number, fd, mtu)?;
+        if taps.first().is_some_and(|first| first.interface() != tap.interface()) {
+            return Err(NetError::Descriptor { number, fd, want: "another queue of the first one's tap" });
+        }
+        taps.push(tap);
+    }
+    Ok(taps)
+}
+
 impl VirtioDevice for Net {
     fn kind(&self) -> u16 {
         1
@@ -297,5 +310,40 @@ impl VirtioDevice for Net {
 impl Drop for Net {
     fn drop(&mut self) {
         self.reset();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use spec::FromText;
+
+    use super::super::sys;
+    use super::*;
+
+    #[test]
+    fn queues_of_one_tap_are_passed_in() {
+        let Ok(first) = sys::open_tap("", true) else {
+            println!("skipped: this user can make no tap");
+            return;
+        };
+        let second = sys::open_tap(&sys::tap_name(&first).unwrap(), true).unwrap();
+        let stranger = sys::open_tap("", true).unwrap();
+        let open = |a: &std::fs::File, b: &std::fs::File| {
+            let text = format!("tap,fd={}:{}", a.as_raw_fd(), b.as_raw_fd());
+            Net::open(&spec::Net::from_text(&text).unwrap(), 2)
+        };
+        let device = open(&first, &second).unwrap();
+        assert_eq!(device.queue_sizes().len(), 5, "two pairs and the control queue");
+        assert_eq!(device.queue_vectors(), 5, "pairs of different CPUs have vectors of their own");
+        drop(device);
+        let refused = open(&first, &stranger).err().unwrap().to_string();
+        let fd = stranger.as_raw_fd();
+        assert!(
+            refused.starts_with(&format!("descriptor {fd} is not another queue of the first one's tap: net2")),
+            "{refused}"
+        );
     }
 }

@@ -20,7 +20,11 @@ fn network_conforms() {
     let make = || {
         let (here, there) = UnixStream::pair().unwrap();
         peers.borrow_mut().push(here);
-        let spec = spec::Net { fd: Some(there.as_raw_fd() as u32), mtu: Some(1400), ..spec::Net::default() };
+        let spec = spec::Net {
+            fd: spec::Descriptors(vec![there.as_raw_fd() as u32]),
+            mtu: Some(1400),
+            ..spec::Net::default()
+        };
         Box::new(Net::open(&spec, 0).unwrap()) as Box<dyn VirtioDevice>
     };
     check(&Subject { make: &make, kind: 1, busy_queue: 1 });

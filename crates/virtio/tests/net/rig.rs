@@ -101,14 +101,14 @@ impl Rig {
     pub fn limited(limits: &spec::Net, clock: Clock) -> (Self, Peer) {
         let (here, there) = UnixStream::pair().unwrap();
         here.set_read_timeout(Some(Duration::from_secs(SECONDS))).unwrap();
-        let spec = spec::Net { fd: Some(there.as_raw_fd() as u32), ..limits.clone() };
+        let spec = spec::Net { fd: spec::Descriptors(vec![there.as_raw_fd() as u32]), ..limits.clone() };
         (Self::new(Net::open(&spec, 0).unwrap().with_clock(clock), AGREED), Peer(here))
     }
 
     pub fn with(agreed: u64, patience: Option<Duration>) -> (Self, Peer) {
         let (here, there) = UnixStream::pair().unwrap();
         here.set_read_timeout(Some(Duration::from_secs(SECONDS))).unwrap();
-        let spec = spec::Net { fd: Some(there.as_raw_fd() as u32), ..spec::Net::default() };
+        let spec = spec::Net { fd: spec::Descriptors(vec![there.as_raw_fd() as u32]), ..spec::Net::default() };
         let mut device = Net::open(&spec, 0).unwrap();
         if let Some(patience) = patience {
             device = device.with_patience(patience);

@@ -120,7 +120,7 @@ fn an_end_that_goes_is_a_link_that_is_down() {
 #[test]
 fn the_driver_is_told_that_the_link_changed() {
     let (peer, there) = UnixStream::pair().unwrap();
-    let spec = spec::Net { fd: Some(there.as_raw_fd() as u32), ..spec::Net::default() };
+    let spec = spec::Net { fd: spec::Descriptors(vec![there.as_raw_fd() as u32]), ..spec::Net::default() };
     let ram = testkit::ram(1 << 20);
     let device = Net::open(&spec, 0).unwrap();
     drop(there);
