@@ -33,7 +33,7 @@ counters() {
     line=
     [ -n "$dir" ] || return
     for name in exits io_exits mmio_exits halt_exits irq_exits irq_window_exits nmi_window_exits pf_taken insn_emulation \
-        hypercalls signal_exits request_irq_exits irq_injections; do
+        hypercalls signal_exits request_irq_exits irq_injections fpu_reload; do
         if IFS= read -r value <"$dir/$name"; then line="$line $name=$value"; fi
     done 2>/dev/null
 }

@@ -72,10 +72,11 @@ pub fn subject_colour(name: &str, index: usize) -> RGBColor {
 }
 
 /// Colours of the parts of a stack.
-pub const PARTS: [RGBColor; 8] = [
+pub const PARTS: [RGBColor; 9] = [
     RGBColor(0xd6, 0x4d, 0x4d),
     RGBColor(0xe8, 0x94, 0x3a),
     RGBColor(0xd9, 0xc0, 0x3c),
+    RGBColor(0xa3, 0xc4, 0x6a),
     RGBColor(0x5f, 0xa8, 0x57),
     RGBColor(0x3b, 0x9f, 0xb0),
     RGBColor(0x4d, 0x79, 0xcf),
