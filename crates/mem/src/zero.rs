@@ -110,38 +110,40 @@ unsafe fn stos(to: *mut u8, len: usize) {
     }
 }
 
+/// A loop of stores past the caches: zeroes the register with `$clear`, then writes it to each `$at` of a stride. `$after` is
+/// for code around it that knows only SSE; the ABI's vector registers are given up, upper halves and all.
+macro_rules! stream {
+    ($to:expr, $len:expr, $clear:literal, $store:literal, $register:literal, [$($at:literal)*], $after:literal) => {
+        asm!(
+            $clear,
+            "2:",
+            $(concat!($store, " [rdi + ", $at, "], ", $register),)*
+            "add rdi, 256",
+            "sub rsi, 256",
+            "jnz 2b",
+            "sfence",
+            $after,
+            inout("rdi") $to => _,
+            inout("rsi") $len => _,
+            clobber_abi("C"),
+            options(nostack),
+        )
+    };
+}
+
 /// # Safety
-/// `len` bytes at `to` are writable; both are multiples: of 16 and of [`STRIDE`].
+/// `len` bytes at `to` are writable; both are multiples: of 16 and of [`STRIDE`], and there is one stride at least.
 unsafe fn sse2(to: *mut u8, len: usize) {
     // SAFETY: as the caller promises; every x86-64 has these.
     unsafe {
-        asm!(
+        stream!(
+            to,
+            len,
             "pxor xmm0, xmm0",
-            "2:",
-            "movntdq [{to}], xmm0",
-            "movntdq [{to} + 16], xmm0",
-            "movntdq [{to} + 32], xmm0",
-            "movntdq [{to} + 48], xmm0",
-            "movntdq [{to} + 64], xmm0",
-            "movntdq [{to} + 80], xmm0",
-            "movntdq [{to} + 96], xmm0",
-            "movntdq [{to} + 112], xmm0",
-            "movntdq [{to} + 128], xmm0",
-            "movntdq [{to} + 144], xmm0",
-            "movntdq [{to} + 160], xmm0",
-            "movntdq [{to} + 176], xmm0",
-            "movntdq [{to} + 192], xmm0",
-            "movntdq [{to} + 208], xmm0",
-            "movntdq [{to} + 224], xmm0",
-            "movntdq [{to} + 240], xmm0",
-            "add {to}, 256",
-            "sub {len}, 256",
-            "jnz 2b",
-            "sfence",
-            to = inout(reg) to => _,
-            len = inout(reg) len => _,
-            out("xmm0") _,
-            options(nostack),
+            "movntdq",
+            "xmm0",
+            [0 16 32 48 64 80 96 112 128 144 160 176 192 208 224 240],
+            ""
         );
     }
 }
@@ -149,28 +151,16 @@ unsafe fn sse2(to: *mut u8, len: usize) {
 /// # Safety
 /// As [`sse2`], aligned to 32, on a CPU with AVX2.
 unsafe fn avx2(to: *mut u8, len: usize) {
-    // SAFETY: as the caller promises; the upper halves are cleared for code that knows only SSE.
+    // SAFETY: as the caller promises.
     unsafe {
-        asm!(
+        stream!(
+            to,
+            len,
             "vpxor xmm0, xmm0, xmm0",
-            "2:",
-            "vmovntdq [{to}], ymm0",
-            "vmovntdq [{to} + 32], ymm0",
-            "vmovntdq [{to} + 64], ymm0",
-            "vmovntdq [{to} + 96], ymm0",
-            "vmovntdq [{to} + 128], ymm0",
-            "vmovntdq [{to} + 160], ymm0",
-            "vmovntdq [{to} + 192], ymm0",
-            "vmovntdq [{to} + 224], ymm0",
-            "add {to}, 256",
-            "sub {len}, 256",
-            "jnz 2b",
-            "sfence",
-            "vzeroupper",
-            to = inout(reg) to => _,
-            len = inout(reg) len => _,
-            out("xmm0") _,
-            options(nostack),
+            "vmovntdq",
+            "ymm0",
+            [0 32 64 96 128 160 192 224],
+            "vzeroupper"
         );
     }
 }
@@ -178,25 +168,9 @@ unsafe fn avx2(to: *mut u8, len: usize) {
 /// # Safety
 /// As [`sse2`], aligned to 64, on a CPU with AVX-512F.
 unsafe fn avx512(to: *mut u8, len: usize) {
-    // SAFETY: as the caller promises; the upper halves are cleared for code that knows only SSE.
+    // SAFETY: as the caller promises.
     unsafe {
-        asm!(
-            "vpxord zmm0, zmm0, zmm0",
-            "2:",
-            "vmovntdq [{to}], zmm0",
-            "vmovntdq [{to} + 64], zmm0",
-            "vmovntdq [{to} + 128], zmm0",
-            "vmovntdq [{to} + 192], zmm0",
-            "add {to}, 256",
-            "sub {len}, 256",
-            "jnz 2b",
-            "sfence",
-            "vzeroupper",
-            to = inout(reg) to => _,
-            len = inout(reg) len => _,
-            out("xmm0") _,
-            options(nostack),
-        );
+        stream!(to, len, "vpxord zmm0, zmm0, zmm0", "vmovntdq", "zmm0", [0 64 128 192], "vzeroupper");
     }
 }
 
