@@ -49,7 +49,7 @@ fn by_bitmap(dirty: u32, manual: bool) -> Option<(Duration, Duration)> {
         if dirty > 0 {
             guest.write(0, dirty, PAGES / dirty);
         }
-        let get = timed(|| guest.vm.dirty_bitmap(LOGGED, SIZE, &mut bitmap).unwrap());
+        let get = timed(|| guest.dirty_bitmap(&mut bitmap).unwrap());
         assert_eq!(bitmap.iter().map(|word| word.count_ones()).sum::<u32>(), dirty);
         let clear = timed(|| {
             if manual {

@@ -52,16 +52,20 @@ impl Vm {
     /// Reads which pages of slot `number`, which has `bytes`, were written since they were last reset, one bit each; unless
     /// protection is manual it resets them, too.
     ///
+    /// # Safety
+    /// The slot has no more than `bytes`: the kernel writes a bit for each page that it has.
+    ///
     /// # Errors
     /// [`KvmError::Call`]; `EINVAL` for a bitmap that is too short.
-    pub fn dirty_bitmap(&self, number: u32, bytes: u64, bitmap: &mut [u64]) -> Result<(), KvmError> {
+    pub unsafe fn dirty_bitmap(&self, number: u32, bytes: u64, bitmap: &mut [u64]) -> Result<(), KvmError> {
         if bitmap.len() < bitmap_words(bytes) {
             let source = io::Error::from_raw_os_error(libc::EINVAL);
             return Err(KvmError::Call { call: "KVM_GET_DIRTY_LOG", source });
         }
         let mut log = kvm_dirty_log { slot: number, ..Default::default() };
         log.__bindgen_anon_1.dirty_bitmap = bitmap.as_mut_ptr().cast();
-        // SAFETY: the kernel writes a bit for each page of the slot, for which the bitmap has room.
+        // SAFETY: the kernel writes a bit for each page of the slot, for which the bitmap has room, as checked above for
+        // the size that the caller promises.
         if unsafe { ioctl_with_ref(self, KVM_GET_DIRTY_LOG(), &log) } < 0 {
             return Err(failed("KVM_GET_DIRTY_LOG"));
         }

@@ -20,14 +20,14 @@ fn a_bitmap_has_the_pages_that_were_written_and_forgets_them() {
     let Some(mut guest) = Writer::new(SIZE, |_| true) else { return };
     let mut bitmap = vec![0; bitmap_words(SIZE)];
     guest.write(3, 5, 100);
-    guest.vm.dirty_bitmap(LOGGED, SIZE, &mut bitmap).unwrap();
+    guest.dirty_bitmap(&mut bitmap).unwrap();
     assert_eq!(pages(&bitmap), [3, 103, 203, 303, 403]);
-    guest.vm.dirty_bitmap(LOGGED, SIZE, &mut bitmap).unwrap();
+    guest.dirty_bitmap(&mut bitmap).unwrap();
     assert_eq!(pages(&bitmap), []);
     guest.write(103, 1, 1);
-    guest.vm.dirty_bitmap(LOGGED, SIZE, &mut bitmap).unwrap();
+    guest.dirty_bitmap(&mut bitmap).unwrap();
     assert_eq!(pages(&bitmap), [103]);
-    assert!(guest.vm.dirty_bitmap(LOGGED, SIZE, &mut []).is_err(), "no room for it");
+    assert!(guest.dirty_bitmap(&mut []).is_err(), "no room for it");
 }
 
 #[test]
@@ -36,14 +36,14 @@ fn with_manual_protection_pages_stay_until_they_are_cleared() {
     let mut bitmap = vec![0; bitmap_words(SIZE)];
     guest.write(0, 8, 64);
     for _ in 0..2 {
-        guest.vm.dirty_bitmap(LOGGED, SIZE, &mut bitmap).unwrap();
+        guest.dirty_bitmap(&mut bitmap).unwrap();
         assert_eq!(pages(&bitmap), [0, 64, 128, 192, 256, 320, 384, 448]);
     }
     guest.vm.clear_dirty(LOGGED, 64, 128, &bitmap[1..3]).unwrap();
-    guest.vm.dirty_bitmap(LOGGED, SIZE, &mut bitmap).unwrap();
+    guest.dirty_bitmap(&mut bitmap).unwrap();
     assert_eq!(pages(&bitmap), [0, 192, 256, 320, 384, 448]);
     guest.write(64, 1, 1);
-    guest.vm.dirty_bitmap(LOGGED, SIZE, &mut bitmap).unwrap();
+    guest.dirty_bitmap(&mut bitmap).unwrap();
     assert_eq!(pages(&bitmap), [0, 64, 192, 256, 320, 384, 448]);
     assert!(guest.vm.clear_dirty(LOGGED, 0, 1024, &bitmap[..1]).is_err(), "a bitmap that is too short");
 }

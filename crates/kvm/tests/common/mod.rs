@@ -30,7 +30,7 @@ pub struct Writer {
     /// Its machine.
     pub vm: Vm,
     low: Mmap,
-    _logged: Mmap,
+    logged: Mmap,
 }
 
 impl Writer {
@@ -89,9 +89,15 @@ impl Writer {
         sregs.cr0 |= 1;
         vcpu.set_sregs(&sregs)?;
         vcpu.set_regs(&Regs { rip: CODE_AT as u64, rflags: 2, ..Regs::default() })?;
-        let mut writer = Self { vcpu, vm, low, _logged: logged };
+        let mut writer = Self { vcpu, vm, low, logged };
         writer.poke(CODE_AT, &CODE);
         Ok(Some(writer))
+    }
+
+    /// The bitmap of the logged slot.
+    pub fn dirty_bitmap(&self, bitmap: &mut [u64]) -> Result<(), KvmError> {
+        // SAFETY: the slot is as large as its memory.
+        unsafe { self.vm.dirty_bitmap(LOGGED, self.logged.len() as u64, bitmap) }
     }
 
     fn poke(&mut self, at: usize, bytes: &[u8]) {
