@@ -27,7 +27,8 @@ pub enum Way {
 
 /// Memory that is being made ready. Shared by those who work on it.
 pub struct Prealloc {
-    ram: GuestRam,
+    /// Keeps the runs mapped.
+    _ram: GuestRam,
     way: Way,
     /// Address here and size of each run.
     runs: Vec<(u64, u64)>,
@@ -45,7 +46,7 @@ impl Prealloc {
     pub fn new(ram: &GuestRam, way: Way) -> Self {
         let runs: Vec<(u64, u64)> = ram.regions().map(|(_, len, host)| (host.0, len)).collect();
         Self {
-            ram: ram.clone(),
+            _ram: ram.clone(),
             way,
             total: runs.iter().map(|(_, len)| len).sum(),
             runs,
@@ -119,7 +120,7 @@ impl Prealloc {
 
     fn part(&self, at: *mut u8, len: usize) -> io::Result<()> {
         if self.way == Way::Populate {
-            // SAFETY: the range is part of a run of `self.ram`, which is mapped while self lives; contents stay as they are.
+            // SAFETY: the range is part of a run of `_ram`, which is mapped while self lives; contents stay as they are.
             let rc = unsafe { libc::madvise(at.cast(), len, libc::MADV_POPULATE_WRITE) };
             if rc == 0 {
                 return Ok(());
@@ -130,7 +131,6 @@ impl Prealloc {
                 return Err(error);
             }
         }
-        debug_assert!(self.ram.size() > 0);
         for offset in (0..len).step_by(PAGE) {
             // SAFETY: inside the range, as above. One atomic instruction, since the guest may be running; written out, since
             // a compiler may leave out an `or` with nothing.
