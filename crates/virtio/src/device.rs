@@ -214,16 +214,19 @@ impl DeviceStatus {
     }
 
     fn fail(&self, whose: &str, why: String) {
+        // Who sees the bit finds the reason: it is kept from others until it is there.
+        let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
         let before = self.byte.fetch_or(status::NEEDS_RESET, Ordering::AcqRel);
         if before & status::NEEDS_RESET != 0 {
             return;
         }
+        *trouble = Some(why.clone());
+        drop(trouble);
         if let Some((report, times)) = self.report.get().and_then(|r| Some((r, r.times.count()?))) {
             let times = if times == 1 { String::new() } else { format!(", {times} times so far") };
             let line = format!("{}: {whose} ({why}){times}; it stands still until the guest resets it", report.name);
             report.news.say(line);
         }
-        *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
         if before & status::DRIVER_OK != 0 {
             self.face.config();
         }
