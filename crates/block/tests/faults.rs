@@ -21,6 +21,13 @@ fn in_memory(dir: &Path) -> Option<MemImage> {
     Some(MemImage::new(std::fs::read(path).unwrap()))
 }
 
+/// QEMU finds the image whole, and in it what `model` says.
+fn check_left(image: &MemImage, model: &[u8], dir: &Path) {
+    let path = dir.join("after.qcow2");
+    std::fs::write(&path, image.to_vec()).unwrap();
+    check_holds(&path, model, dir);
+}
+
 #[test]
 fn a_full_host_fails_the_request_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
@@ -63,9 +70,7 @@ fn a_full_host_fails_the_request_and_nothing_else() {
     plan.clear();
     user.disk.detach();
     drop(user);
-    let path = dir.path().join("after.qcow2");
-    std::fs::write(&path, image.to_vec()).unwrap();
-    check_holds(&path, &model, dir.path());
+    check_left(&image, &model, dir.path());
 }
 
 /// A request that is still under way when its cluster is freed has it until it ends: nobody else gets that cluster before.
@@ -174,9 +179,7 @@ fn who_needs_a_refcount_block_waits_for_it_alone() {
     write(&mut user, &mut model, 20 << 12, 5).unwrap();
     user.flush().unwrap();
     drop(user);
-    let path = dir.path().join("after.qcow2");
-    std::fs::write(&path, image.to_vec()).unwrap();
-    check_holds(&path, &model, dir.path());
+    check_left(&image, &model, dir.path());
 }
 
 /// A refcount block that two handles need, then a table that a snapshot shares: each is read once, late or not at all.

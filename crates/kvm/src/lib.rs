@@ -19,7 +19,7 @@ pub use kvm_bindings::{
 pub use kvm_ioctls::VcpuExit as Exit;
 pub use ring::CoalescedRing;
 pub use stats::{StatKind, StatUnit, StatValue, Stats};
-pub use vcpu::Vcpu;
+pub use vcpu::{Vcpu, flat_protected_mode};
 pub use vm::{IoAddress, Kvm, Route, Slot, Vm};
 
 /// A KVM call that failed.

@@ -13,7 +13,7 @@ use base::mmap::Mmap;
 use kvm_bindings as kb;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 
-use crate::{KvmError, call};
+use crate::{KvmError, call, flat_protected_mode};
 
 /// The guest: three pages from address 0, code in the second, the loop count in the third.
 const RAM: usize = 0x3000;
@@ -114,23 +114,9 @@ fn poke(ram: &Mmap, at: usize, bytes: &[u8]) {
     unsafe { ram.as_ptr().add(at).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
 }
 
-/// Flat 32-bit segments, no paging: runs the same on every processor with hardware virtualization.
 fn enter_protected_mode(vcpu: &VcpuFd) -> Result<(), KvmError> {
     let mut sregs = vcpu.get_sregs().map_err(call("KVM_GET_SREGS"))?;
-    let data = kb::kvm_segment {
-        base: 0,
-        limit: u32::MAX,
-        selector: 0x10,
-        type_: 3,
-        present: 1,
-        db: 1,
-        s: 1,
-        g: 1,
-        ..Default::default()
-    };
-    (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
-    sregs.cs = kb::kvm_segment { selector: 0x8, type_: 11, ..data };
-    sregs.cr0 |= 1;
+    flat_protected_mode(&mut sregs);
     vcpu.set_sregs(&sregs).map_err(call("KVM_SET_SREGS"))?;
     let regs = kb::kvm_regs { rip: CODE_AT as u64, rflags: 2, ..Default::default() };
     vcpu.set_regs(&regs).map_err(call("KVM_SET_REGS"))

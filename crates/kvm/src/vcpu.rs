@@ -8,10 +8,29 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use kvm_bindings::{CpuId, Msrs, kvm_mp_state, kvm_xcrs};
 use kvm_ioctls::{SyncReg, VcpuFd};
 
-use crate::{CoalescedRing, CpuidEntry, Exit, KvmError, MsrEntry, Regs, Sregs, Stats, call};
+use crate::{CoalescedRing, CpuidEntry, Exit, KvmError, MsrEntry, Regs, Segment, Sregs, Stats, call};
 
 /// `KVM_X86_SETUP_MCE`, which kvm-ioctls does not have: `_IOW(0xae, 0x9c, u64)`.
 const KVM_X86_SETUP_MCE: libc::c_ulong = 0x4008_ae9c;
+
+/// Protected mode with flat 32-bit segments and no paging, for guests of a few instructions: runs the same on every processor
+/// with hardware virtualization.
+pub fn flat_protected_mode(sregs: &mut Sregs) {
+    let data = Segment {
+        base: 0,
+        limit: u32::MAX,
+        selector: 0x10,
+        type_: 3,
+        present: 1,
+        db: 1,
+        s: 1,
+        g: 1,
+        ..Segment::default()
+    };
+    (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+    sregs.cs = Segment { selector: 0x8, type_: 11, ..data };
+    sregs.cr0 |= 1;
+}
 
 /// One virtual CPU.
 pub struct Vcpu {

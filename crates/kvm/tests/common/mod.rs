@@ -8,7 +8,7 @@ use std::path::Path;
 
 use base::mmap::Mmap;
 use base::{Gpa, Hva};
-use kvm::{Exit, Kvm, KvmError, Regs, Segment, Slot, Vcpu, Vm};
+use kvm::{Exit, Kvm, KvmError, Regs, Slot, Vcpu, Vm, flat_protected_mode};
 
 /// The number of the logged slot.
 pub const LOGGED: u32 = 1;
@@ -73,20 +73,7 @@ impl Writer {
         }
         let vcpu = vm.create_vcpu(0)?;
         let mut sregs = vcpu.sregs()?;
-        let data = Segment {
-            base: 0,
-            limit: u32::MAX,
-            selector: 0x10,
-            type_: 3,
-            present: 1,
-            db: 1,
-            s: 1,
-            g: 1,
-            ..Segment::default()
-        };
-        (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
-        sregs.cs = Segment { selector: 0x8, type_: 11, ..data };
-        sregs.cr0 |= 1;
+        flat_protected_mode(&mut sregs);
         vcpu.set_sregs(&sregs)?;
         vcpu.set_regs(&Regs { rip: CODE_AT as u64, rflags: 2, ..Regs::default() })?;
         let mut writer = Self { vcpu, vm, low, logged };
