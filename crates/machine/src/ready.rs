@@ -85,7 +85,8 @@ pub fn find(spec: &spec::Vm, startup: &mut StartUp) -> Result<GuestRam, Error> {
     let backed = mem::backing::back(&mem::ranges(spec.memory.size), &spec.memory)?;
     startup.mmap_ns = nanoseconds(begun);
     if let Some(line) = backed.fell_back {
-        eprintln!("tare: {line}");
+        // Standard error may be closed; there is nobody left to tell.
+        let _ = writeln!(std::io::stderr(), "tare: {line}");
     }
     Ok(backed.ram)
 }

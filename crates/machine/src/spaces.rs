@@ -246,7 +246,7 @@ impl Spaces {
         let _ = self.0.memory.change(|tree| tree.unplace(region));
     }
 
-    /// Places what every machine has beside RAM: configuration space and, if it is ours, the I/O APIC.
+    /// Places an I/O APIC of our own.
     ///
     /// # Errors
     /// [`Error::Space`].
