@@ -8,7 +8,7 @@ use lexopt::{Arg, Parser};
 use spec::{Command, Reply, ResizeDisk, parse_size};
 
 use crate::exit::{Exit, Failure};
-use crate::flags::{Asked, lexed};
+use crate::flags::{Asked, lexed, once, text_of};
 
 /// `tare ctl --help`.
 pub const HELP: &str = "usage: tare ctl --api SOCKET COMMAND
@@ -42,8 +42,8 @@ pub fn parse(args: &mut Parser) -> Result<Asked<Ctl>, Failure> {
         match arg {
             Arg::Long("help") | Arg::Short('h') => return Ok(Asked::Help),
             Arg::Long("api") => once(&mut socket, "--api", PathBuf::from(args.value().map_err(lexed)?))?,
-            Arg::Long("disk") => once(&mut disk, "--disk", utf8("--disk", args)?)?,
-            Arg::Long("size") => once(&mut size, "--size", parse_size("--size", &utf8("--size", args)?)?)?,
+            Arg::Long("disk") => once(&mut disk, "--disk", text_of("--disk", "name", args)?)?,
+            Arg::Long("size") => once(&mut size, "--size", parse_size("--size", &text_of("--size", "name", args)?)?)?,
             Arg::Value(value) => once(&mut name, "a command", value.to_string_lossy().into_owned())?,
             other => {
                 let what = other.unexpected();
@@ -62,20 +62,6 @@ pub fn parse(args: &mut Parser) -> Result<Asked<Ctl>, Failure> {
     };
     let socket = socket.ok_or_else(|| missing("no --api SOCKET"))?;
     Ok(Asked::Do(Ctl { socket, command }))
-}
-
-fn once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), Failure> {
-    match slot.replace(value) {
-        None => Ok(()),
-        Some(_) => Err(Failure::usage(format!("{name} is given twice: command line; give it once"))),
-    }
-}
-
-fn utf8(name: &str, args: &mut Parser) -> Result<String, Failure> {
-    let value = args.value().map_err(lexed)?;
-    value
-        .into_string()
-        .map_err(|v| Failure::usage(format!("`{}` is not UTF-8: {name}; use a name that is", v.display())))
 }
 
 /// Asks, and prints what comes back.

@@ -458,6 +458,22 @@ fn is_near(flag: &str, typed: &str) -> bool {
     common >= 3 && (common + 2 >= flag.len().min(typed.len()))
 }
 
+/// Puts the value of flag `name`, of a command of its own, into `slot`.
+pub fn once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), Failure> {
+    match slot.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(Failure::usage(format!("{name} is given twice: command line; give it once"))),
+    }
+}
+
+/// The value of flag `name`, which is `what`, such as a name.
+pub fn text_of(name: &str, what: &str, args: &mut lexopt::Parser) -> Result<String, Failure> {
+    let value = args.value().map_err(lexed)?;
+    value
+        .into_string()
+        .map_err(|v| Failure::usage(format!("`{}` is not UTF-8: {name}; use a {what} that is", v.display())))
+}
+
 /// What lexopt found wrong, in this house's form.
 pub fn lexed(error: lexopt::Error) -> Failure {
     Failure::usage(match error {

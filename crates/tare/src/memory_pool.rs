@@ -12,7 +12,7 @@ use mem::pool::{Pool, PoolPlan, Stock};
 use spec::{Pages, Word, parse_size, show_size};
 
 use crate::exit::{Exit, Failure};
-use crate::flags::{Asked, lexed};
+use crate::flags::{Asked, lexed, once, text_of};
 
 /// `tare memory-pool --help`.
 pub const HELP: &str = "usage: tare memory-pool --socket SOCKET --size SIZE [flags]
@@ -54,11 +54,15 @@ pub fn parse(args: &mut Parser) -> Result<Asked<PoolFlags>, Failure> {
         match arg {
             Arg::Long("help") | Arg::Short('h') => return Ok(Asked::Help),
             Arg::Long("socket") => once(&mut socket, "--socket", PathBuf::from(args.value().map_err(lexed)?))?,
-            Arg::Long("size") => once(&mut size, "--size", parse_size("--size", &text("--size", args)?)?)?,
-            Arg::Long("piece") => once(&mut piece, "--piece", parse_size("--piece", &text("--piece", args)?)?)?,
-            Arg::Long("pages") => once(&mut pages, "--pages", Pages::from_word("--pages", &text("--pages", args)?)?)?,
-            Arg::Long("zero") => once(&mut zero, "--zero", zeroing(&text("--zero", args)?)?)?,
-            Arg::Long("threads") => once(&mut threads, "--threads", number(&text("--threads", args)?)?)?,
+            Arg::Long("size") => once(&mut size, "--size", parse_size("--size", &text_of("--size", "word", args)?)?)?,
+            Arg::Long("piece") => {
+                once(&mut piece, "--piece", parse_size("--piece", &text_of("--piece", "word", args)?)?)?
+            }
+            Arg::Long("pages") => {
+                once(&mut pages, "--pages", Pages::from_word("--pages", &text_of("--pages", "word", args)?)?)?
+            }
+            Arg::Long("zero") => once(&mut zero, "--zero", zeroing(&text_of("--zero", "word", args)?)?)?,
+            Arg::Long("threads") => once(&mut threads, "--threads", number(&text_of("--threads", "word", args)?)?)?,
             other => {
                 let what = other.unexpected();
                 return Err(Failure::usage(format!("{what}: command line; see `tare memory-pool --help`")));
@@ -86,20 +90,6 @@ pub fn parse(args: &mut Parser) -> Result<Asked<PoolFlags>, Failure> {
         zero: zero.unwrap_or(None),
         threads: threads.unwrap_or(1),
     }))
-}
-
-fn once<T>(slot: &mut Option<T>, name: &str, value: T) -> Result<(), Failure> {
-    match slot.replace(value) {
-        None => Ok(()),
-        Some(_) => Err(Failure::usage(format!("{name} is given twice: command line; give it once"))),
-    }
-}
-
-fn text(name: &str, args: &mut Parser) -> Result<String, Failure> {
-    let value = args.value().map_err(lexed)?;
-    value
-        .into_string()
-        .map_err(|v| Failure::usage(format!("`{}` is not UTF-8: {name}; use a word that is", v.display())))
 }
 
 fn number(text: &str) -> Result<usize, Failure> {
