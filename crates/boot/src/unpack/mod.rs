@@ -7,6 +7,7 @@
 mod image;
 mod input;
 mod lz4;
+mod lzo;
 mod relocs;
 mod stream;
 
@@ -37,6 +38,8 @@ pub enum Format {
     Lzma,
     /// A bzip2 stream.
     Bzip2,
+    /// A file of lzop.
+    Lzo,
     /// A format only the guest unpacks; its name.
     Other(&'static str),
 }
@@ -52,7 +55,7 @@ impl Format {
             (&[0x28, 0xb5, 0x2f, 0xfd], Self::Zstd),
             (&[0x5d, 0, 0], Self::Lzma),
             (b"BZh", Self::Bzip2),
-            (&[0x89, b'L', b'Z', b'O'], Self::Other("lzo")),
+            (&lzo::MAGIC, Self::Lzo),
             (b"\x7fELF", Self::Other("no compression")),
         ];
         magics.iter().find(|(magic, _)| start.starts_with(magic)).map_or(Self::Other("unknown compression"), |m| m.1)
@@ -68,6 +71,7 @@ impl Format {
             Self::Xz => "xz",
             Self::Lzma => "lzma",
             Self::Bzip2 => "bzip2",
+            Self::Lzo => "lzo",
             Self::Other(name) => name,
         }
     }
@@ -120,6 +124,7 @@ pub fn unpack(ram: &GuestRam, kernel: &Source<'_>, bz: &BzImage, to: Placement) 
     let input = Input::new(kernel, bz.payload, end);
     match format {
         Format::Lz4 => lz4::decode(input, &mut |bytes| image.push(bytes))?,
+        Format::Lzo => lzo::decode(input, &mut |bytes| image.push(bytes))?,
         Format::Gzip | Format::Xz | Format::Lzma | Format::Bzip2 => {
             stream::decode(format, input, &mut |bytes| image.push(bytes))?;
         }
@@ -240,6 +245,27 @@ pub(crate) mod tests {
         packer.finish().unwrap()
     }
 
+    /// As lzop does it, in blocks of 200 bytes; those of one byte are packed, as four of it and a match, the rest are stored.
+    fn lzop(bytes: &[u8]) -> Vec<u8> {
+        let mut out = b"\x89LZO\0\r\n\x1a\n\x10\x30\x20\xa0\x09\x40\x03\x09\0\0\0\x03".to_vec();
+        out.extend_from_slice(&[&[0; 12][..], &[6], b"kernel", &[0; 4]].concat());
+        for block in bytes.chunks(200) {
+            let one = block.len() == 200 && block.iter().all(|b| *b == block[0]);
+            let run = [21, block[0], block[0], block[0], block[0], 0x20, 196 - 33, 0, 0, 17, 0, 0];
+            let packed = if one { &run[..] } else { block };
+            for word in [block.len() as u32, packed.len() as u32, 0] {
+                out.extend_from_slice(&word.to_be_bytes());
+            }
+            if one {
+                // The other checksum.
+                out.extend_from_slice(&[0; 4]);
+            }
+            out.extend_from_slice(packed);
+        }
+        out.extend_from_slice(&[0; 4]);
+        out
+    }
+
     /// The output of a program that packs its input; `None` where it is not installed.
     fn packed_by(program: &str, arguments: &[&str], bytes: &[u8]) -> Option<Vec<u8>> {
         let dir = tempfile::tempdir().unwrap();
@@ -262,11 +288,12 @@ pub(crate) mod tests {
         }
         let (plain, outcome) = unpacked(&bzimage(&kernel), to);
         assert_eq!(outcome.unwrap(), Outcome::Done(Gpa(PREF + 8)));
-        let tools: [(&str, &[&str]); 4] = [
+        let tools: [(&str, &[&str]); 5] = [
             ("xz", &["--check=crc32", "--x86", "--lzma2=dict=128MiB"]),
             ("lzma", &["-9"]),
             ("bzip2", &["-9"]),
             ("gzip", &["-n", "-9"]),
+            ("lzop", &["-9"]),
         ];
         for (program, arguments) in tools {
             let Some(packed) = packed_by(program, arguments, &kernel) else {
@@ -296,7 +323,7 @@ pub(crate) mod tests {
         let to = Placement { at: PREF, shift: 0 };
         let (plain, outcome) = unpacked(&bzimage(&inner()), to);
         assert_eq!(outcome.unwrap(), Outcome::Done(Gpa(PREF + 8)));
-        for pack in [gzip, zstd, xz, lzma, bzip2] {
+        for pack in [gzip, zstd, xz, lzma, bzip2, lzop] {
             let (ram, outcome) = unpacked(&bzimage_of(&inner(), pack(&inner())), to);
             assert_eq!(outcome.unwrap(), Outcome::Done(Gpa(PREF + 8)));
             let (mut want, mut got) = (vec![0; INIT_SIZE as usize], vec![0; INIT_SIZE as usize]);
@@ -309,8 +336,7 @@ pub(crate) mod tests {
     /// Kernels of all other compressions start by unpacking themselves, whatever their payload ends with.
     #[test]
     fn other_compressions_are_the_guests_own() {
-        let others: [(&[u8], &str); 3] =
-            [(b"\x89LZO\0\r", "lzo"), (b"\x7fELF\x02\x01", "no compression"), (b"others", "unknown compression")];
+        let others: [(&[u8], &str); 2] = [(b"\x7fELF\x02\x01", "no compression"), (b"others", "unknown compression")];
         let platform = crate::platform::tests::platform();
         for (magic, name) in others {
             let file = bzimage_of(&[], [magic, &[0xff; 30]].concat());
@@ -331,7 +357,7 @@ pub(crate) mod tests {
     #[test]
     fn damage_in_any_byte_is_an_error_and_never_a_panic() {
         let to = Placement { at: PREF, shift: 0 };
-        for pack in [gzip, zstd, xz, lzma, bzip2] {
+        for pack in [gzip, zstd, xz, lzma, bzip2, lzop] {
             let good = bzimage_of(&inner(), pack(&inner()));
             for at in (1024 + 0x300..good.len()).step_by(7) {
                 let mut bad = good.clone();
