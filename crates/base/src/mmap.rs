@@ -75,11 +75,11 @@ impl Mmap {
     }
 
     /// Puts memory behind `len` bytes from `at` on, in place of what was there: anonymous, or `file` from an offset on, and
-    /// with further flags of `mmap` (shared or private, huge pages).
+    /// with further flags of `mmap` (shared or private, huge pages). To who looks at it meanwhile it is as if it were written.
     ///
     /// # Errors
     /// What `mmap` says, `EINVAL` for what is not in this mapping. What was there may be gone.
-    pub fn put(&mut self, at: usize, len: usize, file: Option<(RawFd, u64)>, flags: libc::c_int) -> io::Result<()> {
+    pub fn put(&self, at: usize, len: usize, file: Option<(RawFd, u64)>, flags: libc::c_int) -> io::Result<()> {
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
         if at.checked_add(len).is_none_or(|end| end > self.len) {
             return Err(invalid());
@@ -89,7 +89,8 @@ impl Mmap {
             None => (-1, 0, libc::MAP_ANONYMOUS),
         };
         let prot = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the range is inside this mapping, whose owner is borrowed: nobody holds a reference into it.
+        // SAFETY: the range is inside this mapping, into which nothing here hands out references: all access is through raw
+        // pointers, by volatile reads and writes that suffer what changes beside them.
         let got = unsafe { libc::mmap(self.ptr.add(at).cast(), len, prot, flags | kind | libc::MAP_FIXED, fd, offset) };
         if got == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
     }

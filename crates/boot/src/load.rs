@@ -28,15 +28,19 @@ pub fn load(ram: &GuestRam, guest: &Guest<'_>, platform: &Platform) -> Result<Lo
     kernel.read(0, &mut head, "header")?;
     reset_vector::write(ram, &platform.pm)?;
     let boot = Boot { ram, guest, map: &map, low_end: initrd::low_ram_end(&map), rsdp: acpi::write(ram, platform)? };
-    if bzimage::is(&head) {
-        boot.bzimage(&BzImage::parse(kernel, &head)?)
+    let mut loaded = if bzimage::is(&head) {
+        boot.bzimage(&BzImage::parse(kernel, &head)?)?
     } else if let Some(header) = boot.multiboot_header(&head)? {
-        boot.multiboot(header, &head)
+        boot.multiboot(header, &head)?
     } else if elf::is(&head) {
-        boot.elf(&Elf::parse(&head, kernel.len()).map_err(|what| kernel.malformed(what))?)
+        boot.elf(&Elf::parse(&head, kernel.len()).map_err(|what| kernel.malformed(what))?)?
     } else {
-        Err(BootError::NotAKernel { path: kernel.path().into(), found: looks_like(&head) })
+        return Err(BootError::NotAKernel { path: kernel.path().into(), found: looks_like(&head) });
+    };
+    for file in [Some(kernel), guest.initrd.as_ref()].into_iter().flatten() {
+        loaded.how += &file.how_much_is_mapped();
     }
+    Ok(loaded)
 }
 
 /// What every kind of kernel needs.

@@ -281,9 +281,13 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
         pvpanic_port: Some(layout::PVPANIC_PORT),
         pm: AcpiPorts::describe(layout::ACPI_PORT, layout::ACPI_EVENT_GSI),
     };
+    let open = |role, path| {
+        let file = Source::open(role, path)?;
+        Ok::<_, boot::BootError>(if spec.kernel_load == spec::KernelLoad::Map { file.mapped() } else { file })
+    };
     let guest = boot::Guest {
-        kernel: Source::open("kernel", &spec.kernel)?,
-        initrd: spec.initrd.as_deref().map(|path| Source::open("initrd", path)).transpose()?,
+        kernel: open("kernel", &spec.kernel)?,
+        initrd: spec.initrd.as_deref().map(|path| open("initrd", path)).transpose()?,
         cmdline: &announce(&spec.command_line(), &platform.virtio_mmio),
         args: spec.cmdline.as_deref().unwrap_or_default(),
         decompress: match spec.kernel_decompress {

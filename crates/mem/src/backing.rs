@@ -55,14 +55,15 @@ fn plain(ranges: &[(Gpa, u64)], memory: &Memory) -> Result<Backed, MemError> {
         let refused = |source| MemError::Map { size, source };
         let len = usize::try_from(size).map_err(|_| MemError::Layout(format!("{at} of {size} bytes")))?;
         let align = usize::try_from(page.max(2 << 20)).unwrap_or(2 << 20);
-        let mut map = Mmap::reserved(len, align).map_err(refused)?;
+        let map = Mmap::reserved(len, align).map_err(refused)?;
         map.put(0, len, file.as_ref().map(|f| (f.as_raw_fd(), offset)), flags(memory, file.is_some()))
             .map_err(refused)?;
         advise(&map, memory)?;
         parts.push((at, map));
         offset += size;
     }
-    Ok(Backed { ram: GuestRam::of(parts, None)?, fell_back: None })
+    let plain = file.is_none() && !memory.is_shared() && !memory.pages.are_reserved() && memory.host_node.is_none();
+    Ok(Backed { ram: GuestRam::of(parts, None, plain)?, fell_back: None })
 }
 
 /// Flags of `mmap` for it.
@@ -187,7 +188,7 @@ fn from_pool(ranges: &[(Gpa, u64)], size: u64, socket: &Path) -> Result<Backed, 
     let mut at_hand: Option<(OwnedFd, u64)> = None;
     for &(at, len) in ranges {
         let whole = usize::try_from(len).map_err(|_| MemError::Layout(format!("{at} of {len} bytes")))?;
-        let mut map =
+        let map =
             Mmap::reserved(whole, usize::try_from(lent.page().max(2 << 20)).unwrap_or(2 << 20)).map_err(refused)?;
         let mut done = 0;
         while done < len {
@@ -205,7 +206,7 @@ fn from_pool(ranges: &[(Gpa, u64)], size: u64, socket: &Path) -> Result<Backed, 
         let _ = map.advise(Advice::HugePages);
         parts.push((at, map));
     }
-    Ok(Backed { ram: GuestRam::of(parts, Some(lent))?, fell_back: None })
+    Ok(Backed { ram: GuestRam::of(parts, Some(lent), false)?, fell_back: None })
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -116,14 +117,16 @@ const ALIGN: usize = 2 << 20;
 pub struct GuestRam {
     map: Arc<GuestMemoryMmap<()>>,
     /// Owns the memory that `map` only points to; dropped with the last clone.
-    _owner: Arc<Owner>,
+    owner: Arc<Owner>,
 }
 
 /// Mappings, and then the loan that they are of: dropped in this order.
 #[derive(Debug)]
 struct Owner {
-    _maps: Vec<Mmap>,
+    maps: Vec<Mmap>,
     _lent: Option<Lent>,
+    /// Nobody else has these pages, and they have no size or place that must be kept.
+    plain: bool,
 }
 
 impl GuestRam {
@@ -140,15 +143,15 @@ impl GuestRam {
             mine.advise_huge_pages();
             parts.push((at, mine));
         }
-        Self::of(parts, None)
+        Self::of(parts, None, true)
     }
 
     /// Memory of mappings that are readable and writable, each at its guest address; given back to the pool it was `lent`
-    /// by when the last clone is gone.
+    /// by when the last clone is gone. `plain` memory may have files mapped over it ([`GuestRam::map_file`]).
     ///
     /// # Errors
     /// [`MemError::Layout`] for ranges that overlap.
-    pub(crate) fn of(parts: Vec<(Gpa, Mmap)>, lent: Option<Lent>) -> Result<Self, MemError> {
+    pub(crate) fn of(parts: Vec<(Gpa, Mmap)>, lent: Option<Lent>, plain: bool) -> Result<Self, MemError> {
         let mut regions = Vec::with_capacity(parts.len());
         let mut owner = Vec::with_capacity(parts.len());
         for (at, mine) in parts {
@@ -164,7 +167,7 @@ impl GuestRam {
             regions.push(region);
         }
         let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
-        Ok(Self { map: Arc::new(map), _owner: Arc::new(Owner { _maps: owner, _lent: lent }) })
+        Ok(Self { map: Arc::new(map), owner: Arc::new(Owner { maps: owner, _lent: lent, plain }) })
     }
 
     /// Maps memory that another process owns, shared with it. A file that is shorter than its range is refused; one that
@@ -198,7 +201,30 @@ impl GuestRam {
         }
         regions.sort_by_key(GuestMemoryRegion::start_addr);
         let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
-        Ok(Self { map: Arc::new(map), _owner: Arc::new(Owner { _maps: owner, _lent: None }) })
+        Ok(Self { map: Arc::new(map), owner: Arc::new(Owner { maps: owner, _lent: None, plain: false }) })
+    }
+
+    /// Has the guest see `len` bytes of `file` from `offset` on at `at`, without a copy: the host's own pages of the file,
+    /// until the guest writes to one, which is then its own. All three are multiples of 4 KiB. A file that is written to
+    /// meanwhile may show that; one that is cut short ends the machine when the guest looks there.
+    ///
+    /// Returns whether it was done: not in memory that is shared, of huge pages set aside or bound to a node, and not where
+    /// the host can't map that file. Nothing has changed then.
+    #[must_use]
+    pub fn map_file(&self, at: Gpa, file: &File, offset: u64, len: u64) -> bool {
+        let aligned = [at.0, offset, len].iter().all(|n| n.is_multiple_of(4096));
+        if !self.owner.plain || !aligned {
+            return false;
+        }
+        let Ok(len) = usize::try_from(len) else { return false };
+        let Some(seg) = self.seg(at, len) else { return false };
+        let place = self.owner.maps.iter().find_map(|map| {
+            let from = (seg.ptr as usize).checked_sub(map.as_ptr() as usize)?;
+            (from < map.len()).then_some((map, from))
+        });
+        place.is_some_and(|(map, from)| {
+            map.put(from, len, Some((file.as_raw_fd(), offset)), libc::MAP_PRIVATE | libc::MAP_NORESERVE).is_ok()
+        })
     }
 
     /// The map as rust-vmm crates want it.

@@ -6,8 +6,8 @@
 use std::path::PathBuf;
 
 use crate::{
-    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, MmioStatus, Paths,
-    SpecError, Throttle, Transport, Vioapic, Zeros,
+    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, KernelLoad,
+    MmioStatus, Paths, SpecError, Throttle, Transport, Vioapic, Zeros,
 };
 
 /// A value with a text form. The error's place is the bare key (`memory`, `disk.cache`).
@@ -152,6 +152,11 @@ impl Word for Vioapic {
 impl Word for KernelDecompress {
     const WHAT: &'static str = "a place to unpack the kernel";
     const WORDS: &'static [(&'static str, Self)] = &[("guest", Self::Guest), ("monitor", Self::Monitor)];
+}
+
+impl Word for KernelLoad {
+    const WHAT: &'static str = "a way to load the kernel";
+    const WORDS: &'static [(&'static str, Self)] = &[("copy", Self::Copy), ("map", Self::Map)];
 }
 
 /// Reads `on`, `off`, `true` or `false`.
@@ -544,6 +549,7 @@ mod tests {
         check::<Vioapic>();
         check::<MmioStatus>();
         check::<KernelDecompress>();
+        check::<KernelLoad>();
         check::<Transport>();
     }
 }

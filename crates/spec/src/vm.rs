@@ -25,6 +25,9 @@ pub struct Vm {
     /// Who unpacks a compressed kernel.
     #[serde(default)]
     pub kernel_decompress: KernelDecompress,
+    /// How the guest comes to what is not unpacked: an ELF kernel, a plain initrd.
+    #[serde(default)]
+    pub kernel_load: KernelLoad,
     /// Virtual CPUs.
     #[serde(default, deserialize_with = "said")]
     pub cpus: Cpus,
@@ -95,6 +98,7 @@ impl Vm {
             initrd: None,
             cmdline: None,
             kernel_decompress: KernelDecompress::default(),
+            kernel_load: KernelLoad::default(),
             cpus: Cpus::default(),
             cpu: CpuModel::default(),
             cpu_pin: CpuPin::default(),
@@ -125,6 +129,17 @@ pub enum KernelDecompress {
     /// The monitor, before the guest starts, where the compression is one it knows: quicker, and the guest touches less memory.
     #[default]
     Monitor,
+}
+
+/// How kernel and initrd, where nothing has to be unpacked, get into guest memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KernelLoad {
+    /// Their bytes are read into it: huge pages stay whole, and the files may change afterwards.
+    #[default]
+    Copy,
+    /// Their whole pages are mapped, where files and memory allow it: machines share the host's pages of them until they write.
+    Map,
 }
 
 /// One virtio disk.

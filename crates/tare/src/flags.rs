@@ -12,8 +12,8 @@ use std::path::PathBuf;
 use lexopt::{Arg, Parser};
 use serde::Deserialize;
 use spec::{
-    Console, CpuModel, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, Memory, MmioStatus, Net,
-    Said, SpecError, Transport, Vioapic, Word, parse_on_off, parse_port,
+    Console, CpuModel, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, KernelLoad, Memory,
+    MmioStatus, Net, Said, SpecError, Transport, Vioapic, Word, parse_on_off, parse_port,
 };
 
 use crate::exit::Failure;
@@ -58,6 +58,8 @@ pub struct Typed {
     pub rng: Option<bool>,
     /// `--kernel-decompress`
     pub kernel_decompress: Option<KernelDecompress>,
+    /// `--kernel-load`
+    pub kernel_load: Option<KernelLoad>,
     /// `--on-reset`
     pub on_reset: Option<OnReset>,
     /// `--debug-exit`
@@ -306,6 +308,15 @@ const FLAGS: &[Flag] = &[
         set: |t, v| put(&mut t.kernel_decompress, "kernel-decompress", word("kernel-decompress", v)?),
     },
     Flag {
+        name: "kernel-load",
+        value: Some("HOW"),
+        help: &[
+            "an ELF kernel and a plain initrd: copy, or map them so that",
+            "machines share the host's pages [copy]",
+        ],
+        set: |t, v| put(&mut t.kernel_load, "kernel-load", word("kernel-load", v)?),
+    },
+    Flag {
         name: "on-reset",
         value: Some("WHAT"),
         help: &["when the guest resets itself: restart or exit [restart]"],
@@ -536,6 +547,7 @@ mod tests {
                 "vioapic" | "mmio-status" => "\"ro-page\"",
                 "rng" => "false",
                 "kernel-decompress" => "\"guest\"",
+                "kernel-load" => "\"map\"",
                 "on-reset" => "\"exit\"",
                 "debug-exit" => "0xf4",
                 _ => "\"x\"",
@@ -582,6 +594,8 @@ mod tests {
             "--no-rng",
             "--kernel-decompress",
             "monitor",
+            "--kernel-load",
+            "copy",
             "--on-reset",
             "exit",
             "--debug-exit",
@@ -612,6 +626,7 @@ mod tests {
             vioapic = "ro-page"
             rng = false
             kernel-decompress = "monitor"
+            kernel-load = "copy"
             on-reset = "exit"
             debug-exit = 244
             ledger = "-"

@@ -48,6 +48,7 @@ impl Meant {
         let vm = Vm {
             initrd: flags.initrd.or(file.initrd),
             cmdline: flags.cmdline.or(file.cmdline),
+            kernel_load: flags.kernel_load.or(file.kernel_load).unwrap_or(default.kernel_load),
             kernel_decompress: flags.kernel_decompress.or(file.kernel_decompress).unwrap_or(default.kernel_decompress),
             cpus: flags.cpus.or(file.cpus).map_or(default.cpus, |Said(cpus)| cpus),
             cpu: flags.cpu.or(file.cpu).unwrap_or(default.cpu),

@@ -295,7 +295,7 @@ impl Piece {
         base::fd::seal_length(&file)?;
         let len = usize::try_from(plan.piece).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         let align = usize::try_from(plan.pages.bytes().max(2 << 20)).unwrap_or(2 << 20);
-        let mut map = Mmap::reserved(len, align)?;
+        let map = Mmap::reserved(len, align)?;
         map.put(0, len, Some((file.as_raw_fd(), 0)), libc::MAP_SHARED)?;
         if plan.pages == Pages::Transparent {
             // Before the first touch. A host without them for files in memory has small ones.

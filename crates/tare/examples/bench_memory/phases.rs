@@ -48,7 +48,7 @@ fn once(pages: Pages) -> Option<[f64; 4]> {
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(SIZE).ok()?;
     let put = || -> Option<Mmap> {
-        let mut map = Mmap::reserved(SIZE as usize, 2 << 20).ok()?;
+        let map = Mmap::reserved(SIZE as usize, 2 << 20).ok()?;
         map.put(0, SIZE as usize, Some((file.as_raw_fd(), 0)), libc::MAP_SHARED).ok()?;
         let _ = map.advise(if pages == Pages::Small { Advice::NoHugePages } else { Advice::HugePages });
         Some(map)

@@ -101,7 +101,7 @@ fn allowed(size: u64, pages: Pages, threads: usize, way: Zeroing) -> Option<Dura
     let memory = Memory { size, pages, ..Memory::default() };
     let mut parts = Vec::new();
     for _ in 0..threads {
-        let mut map = Mmap::reserved((size / threads as u64) as usize & !((2 << 20) - 1), 2 << 20).ok()?;
+        let map = Mmap::reserved((size / threads as u64) as usize & !((2 << 20) - 1), 2 << 20).ok()?;
         let huge = if memory.pages == Pages::Huge2M { libc::MAP_HUGETLB | libc::MAP_HUGE_2MB } else { 0 };
         map.put(0, map.len(), None, libc::MAP_PRIVATE | huge).ok()?;
         if pages == Pages::Transparent {
