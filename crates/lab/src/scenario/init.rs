@@ -10,13 +10,14 @@ const READY: &[u8] = b"@@lab ready\n";
 /// What it prints before it powers off.
 const DONE: &[u8] = b"@@lab done\n";
 
-/// The modules a virtio console over PCI needs, in order, below the kernel's module directory.
+/// The modules a virtio console needs over PCI and as registers, in order, below the kernel's module directory.
 pub const CONSOLE_MODULES: &[&str] = &[
     "drivers/virtio/virtio_ring.ko",
     "drivers/virtio/virtio.ko",
     "drivers/virtio/virtio_pci_legacy_dev.ko",
     "drivers/virtio/virtio_pci_modern_dev.ko",
     "drivers/virtio/virtio_pci.ko",
+    "drivers/virtio/virtio_mmio.ko",
     "drivers/char/virtio_console.ko",
 ];
 
