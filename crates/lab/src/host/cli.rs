@@ -48,6 +48,9 @@ pub enum Verb {
         /// One CPU that counts instructions (one is one nanosecond) instead of two that run freely
         #[arg(long)]
         counted: bool,
+        /// With an IOMMU, and devices to hand to a guest: an NVMe disk and a network card
+        #[arg(long, conflicts_with = "counted")]
+        passthrough: bool,
         /// Files to bring along, as HERE:THERE
         #[arg(long = "put", value_name = "HERE:THERE")]
         files: Vec<String>,
@@ -107,8 +110,12 @@ pub fn run(verb: Verb) -> Result<u8> {
             standing.put(&source, &target, mode_of(&source)?)?;
         }
         Verb::Get { source, target } => standing.get(&source, &target)?,
-        Verb::Once { counted, files, clock_limit, real_limit, command } => {
-            let mode = if counted { Mode::Counted } else { Mode::Threaded };
+        Verb::Once { counted, passthrough, files, clock_limit, real_limit, command } => {
+            let mode = match (counted, passthrough) {
+                (true, _) => Mode::Counted,
+                (_, true) => Mode::Passthrough,
+                _ => Mode::Threaded,
+            };
             let job = Job {
                 files: files.iter().map(|text| bring(text)).collect::<Result<_>>()?,
                 argv: words(command),

@@ -37,6 +37,9 @@ pub enum Mode {
     Counted,
     /// Two CPUs on two threads, time is the host's: for whether things work.
     Threaded,
+    /// As [`Mode::Threaded`], and with an IOMMU and devices to hand on: an NVMe disk, and a network card whose wire ends at
+    /// another one that stays.
+    Passthrough,
 }
 
 impl Mode {
@@ -46,6 +49,7 @@ impl Mode {
         match self {
             Self::Counted => "counted",
             Self::Threaded => "threaded",
+            Self::Passthrough => "passthrough",
         }
     }
 
@@ -57,8 +61,61 @@ impl Mode {
                 &["-accel", "tcg", "-icount", "shift=0,sleep=off", "-smp", "1", "-rtc", "base=utc,clock=vm"]
             }
             Self::Threaded => &["-accel", "tcg,thread=multi", "-smp", "2", "-rtc", "base=utc,clock=vm"],
+            Self::Passthrough => PASSTHROUGH,
         }
     }
+
+    /// Bytes of the machine's memory that lie below 4 GiB: the rest goes on above.
+    const fn low_memory(self) -> u64 {
+        match self {
+            Self::Counted | Self::Threaded => 3 << 30,
+            Self::Passthrough => 2 << 30,
+        }
+    }
+
+    /// What the machine's kernel is told beside what every mode's is.
+    const fn words(self) -> &'static str {
+        match self {
+            Self::Counted | Self::Threaded => "",
+            Self::Passthrough => " intel_iommu=on",
+        }
+    }
+}
+
+/// The machine of [`Mode::Passthrough`]. QEMU can't save an NVMe disk, so it and the cards are plugged in when a machine goes
+/// on: see `plugged`. The IOMMU comes before whatever is behind it.
+const PASSTHROUGH: &[&str] = &[
+    "-accel",
+    "tcg,thread=multi",
+    "-smp",
+    "2",
+    "-rtc",
+    "base=utc,clock=vm",
+    "-machine",
+    "q35",
+    "-device",
+    "intel-iommu,intremap=on,caching-mode=on",
+    "-device",
+    "pcie-root-port,id=port0,chassis=1,slot=1,addr=4",
+    "-device",
+    "pcie-root-port,id=port1,chassis=2,slot=2,addr=5",
+    "-device",
+    "pcie-root-port,id=port2,chassis=3,slot=3,addr=6",
+    "-netdev",
+    "hubport,id=handed,hubid=0",
+    "-netdev",
+    "hubport,id=kept,hubid=0",
+];
+/// The disk that [`Mode::Passthrough`] hands on: a file in the machine's folder, and its size.
+const HANDED_DISK: (&str, u64) = ("nvme", 1 << 30);
+
+/// What is plugged into a machine of [`Mode::Passthrough`] before it goes on, as arguments of `device_add`.
+fn plugged() -> [serde_json::Value; 3] {
+    [
+        json!({ "driver": "nvme", "id": "disk", "bus": "port0", "drive": "disk", "serial": "handed" }),
+        json!({ "driver": "vmxnet3", "id": "handed-card", "bus": "port1", "netdev": "handed", "mac": "52:54:00:00:00:01" }),
+        json!({ "driver": "virtio-net-pci", "id": "kept-card", "bus": "port2", "netdev": "kept", "mac": "52:54:00:00:00:02" }),
+    ]
 }
 
 /// Arguments that both modes share and that a snapshot depends on.
@@ -75,17 +132,19 @@ pub const COMMON: &[&str] = &[
     "pc,memory-backend=ram,hpet=off,vmport=off,nvdimm=on",
 ];
 
-/// Where the mailbox stands in the machine: right behind its memory, of which 3 GiB lie below 4 GiB. It is an NVDIMM
+/// Where the mailbox stands in the machine: right behind its memory, some of which lies below 4 GiB. It is an NVDIMM
 /// without a driver, because QEMU restores one at the same address, where a PCI BAR is at 0 until its state is loaded.
-const MAILBOX_AT: u64 = (4 << 30) + recipe::MACHINE_MEMORY - (3 << 30);
+const fn mailbox_at(mode: Mode) -> u64 {
+    (4 << 30) + recipe::MACHINE_MEMORY - mode.low_memory()
+}
 const _: () = assert!(recipe::MACHINE_MEMORY.is_multiple_of(1 << 30) && recipe::MACHINE_MEMORY >= 4 << 30);
 
 /// Kernel command line of the machine.
 #[must_use]
-pub fn command_line() -> String {
-    let disk = recipe::MACHINE_DISK >> 10;
+pub fn command_line(mode: Mode) -> String {
+    let (disk, mailbox, words) = (recipe::MACHINE_DISK >> 10, mailbox_at(mode), mode.words());
     format!(
-        "console=ttyS0 loglevel=4 tsc=reliable panic=-1 rdinit=/init tare.disk_kib={disk} tare.mailbox={MAILBOX_AT:#x}"
+        "console=ttyS0 loglevel=4 tsc=reliable panic=-1 rdinit=/init tare.disk_kib={disk} tare.mailbox={mailbox:#x}{words}"
     )
 }
 
@@ -146,7 +205,7 @@ impl Machine {
         command.args(["-incoming", "defer"]);
         let child = Mortal::spawn(&mut command)?;
         let mut machine = Self { folder: folder.to_owned(), child: Some(child), qmp: None };
-        machine.load(state)?;
+        machine.load(mode, state)?;
         Ok(machine)
     }
 
@@ -163,11 +222,11 @@ impl Machine {
         }
         command.spawn().with_context(|| format!("cannot start {QEMU}: is it installed?"))?;
         let mut machine = Self { folder: folder.to_owned(), child: None, qmp: None };
-        machine.load(state)?;
+        machine.load(mode, state)?;
         Ok(machine)
     }
 
-    fn load(&mut self, state: &Path) -> Result<()> {
+    fn load(&mut self, mode: Mode, state: &Path) -> Result<()> {
         // Its socket answers, so it is QEMU by now and no longer what it was before exec.
         self.qmp()?;
         if let Some(pid) = self.child.as_ref().map(Mortal::id).or_else(|| pid(&self.folder)) {
@@ -177,7 +236,13 @@ impl Machine {
         let qmp = self.qmp()?;
         qmp.leave_shared_memory()?;
         qmp.command("migrate-incoming", json!({ "uri": format!("exec:cat {}", quoted(state)?) }))?;
-        qmp.await_migration(MOVE)
+        qmp.await_migration(MOVE)?;
+        if mode == Mode::Passthrough {
+            for device in plugged() {
+                qmp.command("device_add", device)?;
+            }
+        }
+        Ok(())
     }
 
     fn qmp(&mut self) -> Result<&mut Qmp> {
@@ -285,11 +350,16 @@ fn prepare(mode: Mode, folder: &Path, memory: Memory<'_>, kernel: &Path) -> Resu
     let (size, most) = (recipe::MACHINE_MEMORY >> 20, (recipe::MACHINE_MEMORY >> 20) + 4096);
     command.arg("-m").arg(format!("{size}M,slots=1,maxmem={most}M"));
     command.arg("-object").arg(joined(&ram, file)?);
-    command.arg("-object").arg(mail).arg("-device").arg(format!("nvdimm,memdev=mail,addr={MAILBOX_AT}"));
+    command.arg("-object").arg(mail).arg("-device").arg(format!("nvdimm,memdev=mail,addr={}", mailbox_at(mode)));
+    if mode == Mode::Passthrough {
+        let (name, size) = HANDED_DISK;
+        File::create(folder.join(name))?.set_len(size)?;
+        command.arg("-drive").arg(format!("if=none,id=disk,format=raw,discard=unmap,file={name}"));
+    }
     command.args(["-chardev", "file,id=console,path=console", "-serial", "chardev:console"]);
     command.args(["-qmp", "unix:control,server=on,wait=off"]);
     command.arg("-pidfile").arg(folder.join("pid"));
-    command.arg("-kernel").arg(kernel).arg("-append").arg(command_line());
+    command.arg("-kernel").arg(kernel).arg("-append").arg(command_line(mode));
     command.current_dir(folder).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     Ok(command)
 }
@@ -369,5 +439,7 @@ mod tests {
         assert!(Mode::Counted.arguments().contains(&"shift=0,sleep=off"));
         assert!(!Mode::Threaded.arguments().contains(&"-icount"));
         assert_ne!(Mode::Counted.name(), Mode::Threaded.name());
+        assert!(command_line(Mode::Passthrough).contains(" intel_iommu=on"));
+        assert!(!command_line(Mode::Counted).contains("iommu"));
     }
 }

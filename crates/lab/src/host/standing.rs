@@ -176,6 +176,7 @@ impl Standing {
             "snapshots": {
                 "counted": place("snapshot-counted", super::snapshot::key(qemu::Mode::Counted)?),
                 "threaded": place("snapshot-threaded", super::snapshot::key(qemu::Mode::Threaded)?),
+                "passthrough": place("snapshot-passthrough", super::snapshot::key(qemu::Mode::Passthrough)?),
             },
             "inside": { "disk": inside::DISK, "kernel": inside::KERNEL, "initrd": inside::INITRD, "bin": inside::BIN },
         }))
