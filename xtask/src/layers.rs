@@ -59,7 +59,7 @@ const BESIDE: &[Room] = &[room("testkit", 4), held("xtask", 0, &[])];
 const RESERVED: &[(&str, &[&str])] = &[
     ("kvm-ioctls", &["kvm"]),
     ("io-uring", &["block"]),
-    ("vfio-ioctls", &["vfio"]),
+    ("vfio-bindings", &["vfio"]),
     ("anyhow", &["tare", "lab", "xtask", "agent"]),
 ];
 

@@ -8,6 +8,7 @@ pub mod probe;
 mod ring;
 mod stats;
 mod vcpu;
+mod vfio;
 mod vm;
 
 pub use dirty::{DirtyRing, bitmap_words};
@@ -20,6 +21,7 @@ pub use kvm_ioctls::VcpuExit as Exit;
 pub use ring::CoalescedRing;
 pub use stats::{StatKind, StatUnit, StatValue, Stats};
 pub use vcpu::{Vcpu, flat_protected_mode};
+pub use vfio::VfioGroups;
 pub use vm::{IoAddress, Kvm, Route, Slot, Vm};
 
 /// A KVM call that failed.

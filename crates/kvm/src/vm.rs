@@ -154,6 +154,10 @@ pub struct Vm {
 }
 
 impl Vm {
+    pub(crate) fn vm_fd(&self) -> &VmFd {
+        &self.fd
+    }
+
     /// PIC, IOAPIC and LAPICs in the kernel; no PIT, whose tick reinjection would keep AVIC off.
     ///
     /// # Errors

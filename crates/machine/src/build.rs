@@ -28,6 +28,7 @@ use crate::legacy::{AcpiPorts, Coalesced, DebugExit, SerialPort};
 use crate::lines::Lines;
 use crate::mmio_host::{announce, last_gsi};
 use crate::msi::KvmMsi;
+use crate::passthrough::Passthrough;
 use crate::ready::{self, Later, StartUp};
 use crate::registry::Registry;
 use crate::spaces::Spaces;
@@ -74,6 +75,8 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let vm = kvm.create_vm()?;
     idle(spec, &vm)?;
     let mut startup = StartUp::default();
+    // Before any memory is touched: a device that can't be had is found at once.
+    let passthrough = Passthrough::open(spec)?;
     let ram = ready::find(spec, &mut startup)?;
     let later = ready::make(spec, &ram, &mut startup)?;
     let begun = Instant::now();
@@ -98,7 +101,11 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
         serial = Some(SerialPort::new(lines.edge(layout::SERIAL_GSI)?, io.output.clone(), timer.clone()));
     }
     let mut bus = Bus::new(spec, &spaces, &ram, (&routes, lines))?;
-    let registry = Registry::populate(spec, &mut bus, io, remote)?;
+    let mut registry = Registry::populate(spec, &mut bus, io, remote)?;
+    if let Some(passthrough) = passthrough {
+        passthrough.join((&vm, &spaces), &mut bus, &mut registry, &mut startup)?;
+        startup.huge = ready::huge(&ram);
+    }
     // `kernel` is the machine without either of what a split one does for fewer exits, so that one can be seen beside the other.
     if spec.irqchip == spec::Irqchip::Split {
         bus.map_config()?;
@@ -265,7 +272,6 @@ fn host_memory() -> Option<u64> {
 /// Puts kernel, initrd, command line and tables into guest memory.
 fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Result<boot::Entry, Error> {
     let serial = Serial { port: layout::SERIAL_PORT, gsi: layout::SERIAL_GSI };
-    let high_end = ram.regions().map(|(at, size, _)| at.0 + size).max().unwrap_or(0).max(mem::HIGH_START);
     let platform = Platform {
         apic_ids,
         lapic: Gpa(0xfee0_0000),
@@ -273,7 +279,7 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
         ecam: bus.ecam(),
         conf1: false,
         pci_window32: layout::PCI_WINDOW,
-        pci_window64: (Gpa(high_end.next_multiple_of(1 << 30)), layout::PCI_WINDOW_HIGH),
+        pci_window64: (layout::high_window(ram), layout::PCI_WINDOW_HIGH),
         pci_ports: Some(layout::PCI_PORTS),
         virtio_mmio: bus.virtio_mmio(),
         vioapic: spec.vioapic.map(|_| (layout::VIOAPIC.0, layout::VIOAPIC.1 as u32)),

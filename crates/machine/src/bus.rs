@@ -8,6 +8,7 @@ use base::news::News;
 use boot::Ecam;
 use mem::GuestRam;
 use spec::Transport;
+use vfio::{Opened, VfioPci};
 use virtio::VirtioDevice;
 use virtio::transport::pci::VirtioPci;
 
@@ -81,6 +82,20 @@ impl Bus {
             Self::Pci(bus) => bus.add(device).map(Function::Pci),
             Self::Mmio(bus) => bus.add(device).map(Function::Mmio),
         }
+    }
+
+    /// Puts a device of the host into the next place.
+    ///
+    /// # Errors
+    /// As [`PciHost::add_vfio`], and [`Error::TooMuch`] without a PCI bus.
+    pub fn add_vfio(&mut self, device: Opened, news: &Arc<News>) -> Result<(), Error> {
+        let Self::Pci(bus) = self else {
+            let what = "a machine without a PCI bus can't have a PCI device: --vfio; take --transport mmio out";
+            return Err(Error::TooMuch(what.to_owned()));
+        };
+        let mut device = VfioPci::new(device, bus.messages())?;
+        device.report_to(news);
+        bus.add_vfio(device)
     }
 
     /// Lets the guest read what it can without leaving; see [`PciHost::map_config`].

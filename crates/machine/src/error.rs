@@ -24,6 +24,9 @@ pub enum Error {
     /// A network device's other end is missing or unfit.
     #[error(transparent)]
     Net(#[from] virtio::net::NetError),
+    /// A device of the host can't be passed on.
+    #[error(transparent)]
+    Vfio(#[from] vfio::VfioError),
     /// The VM asks for more than the host or tare offers.
     #[error("{0}")]
     TooMuch(String),

@@ -29,6 +29,13 @@ pub const VIRTIO_MMIO_GSIS: [Gsi; 13] =
 /// Size of the PCI window above high RAM.
 pub const PCI_WINDOW_HIGH: u64 = 16 << 30;
 
+/// Where that window begins.
+#[must_use]
+pub fn high_window(ram: &mem::GuestRam) -> Gpa {
+    let end = ram.regions().map(|(at, size, _)| at.0 + size).max().unwrap_or(0).max(mem::HIGH_START);
+    Gpa(end.next_multiple_of(1 << 30))
+}
+
 /// First port of the 16550.
 pub const SERIAL_PORT: u16 = 0x3f8;
 /// Interrupt of the 16550.

@@ -16,6 +16,7 @@ mod legacy;
 mod lines;
 mod mmio_host;
 mod msi;
+mod passthrough;
 mod pci_host;
 mod places;
 mod ready;

@@ -11,16 +11,14 @@ use irq::MsiSink;
 use mem::GuestRam;
 use mem::space::{Doorbell, Kind, RegionId};
 use pci::{Effect, PciBus, PciDevice, Placement};
+use vfio::VfioPci;
 use virtio::VirtioDevice;
 use virtio::transport::pci::VirtioPci;
 
 use crate::error::{Error, host};
-use crate::layout::{PCI_PORTS, PCI_WINDOW};
+use crate::layout::{PCI_PORTS, PCI_WINDOW, PCI_WINDOW_HIGH, high_window};
 use crate::msi::KvmMsi;
 use crate::spaces::{BarRegion, Device, Spaces};
-
-/// A device on the bus, under its own lock.
-type Function = Arc<Mutex<VirtioPci>>;
 
 /// A BAR as a region of the machine's memory or ports.
 struct Bar {
@@ -33,7 +31,7 @@ struct Bar {
 /// A device and its place on the bus.
 struct OnBus {
     slot: u8,
-    device: Function,
+    device: pci::Shared,
     bars: Vec<Bar>,
 }
 
@@ -49,6 +47,9 @@ pub struct PciHost {
     /// Next free address of the BAR window, and next free port.
     next: u64,
     next_port: u64,
+    /// The window above high memory, and its next free address.
+    high: Gpa,
+    next_high: u64,
     /// Configuration space where the guest can read it without leaving.
     pages: Option<ConfigPages>,
 }
@@ -60,6 +61,8 @@ struct ConfigPages {
     slots: Mutex<Vec<Option<(u8, RegionId)>>>,
 }
 
+/// BARs from here on go above high memory, where they can.
+const LARGE_BAR: u64 = 16 << 20;
 /// The host bridge's slot.
 const HOST_BRIDGE: u8 = 0;
 /// Bytes of a function's configuration space, and of its page.
@@ -91,6 +94,7 @@ impl PciHost {
     /// # Errors
     /// [`Error::Space`].
     pub fn new(spaces: &Spaces, ram: &GuestRam, msi: &KvmMsi) -> Result<Self, Error> {
+        let high = high_window(ram);
         Ok(Self {
             ram: ram.clone(),
             msi: msi.clone(),
@@ -100,6 +104,8 @@ impl PciHost {
             devices: Vec::new(),
             next: PCI_WINDOW.0.0,
             next_port: PCI_PORTS.0.into(),
+            high,
+            next_high: high.0,
             pages: None,
         })
     }
@@ -118,24 +124,80 @@ impl PciHost {
         let sink: &dyn MsiSink = &self.msi;
         let mut function =
             VirtioPci::new(device, self.ram.clone(), sink).map_err(host("give a device its interrupts"))?;
+        self.place(&mut function)?;
+        let bars = self.make_bars(&function, |bar| doorbells(&function, bar).map_err(host("copy an eventfd")))?;
+        let device = Arc::new(Mutex::new(function));
+        self.attach(device.clone(), bars)?;
+        Ok(device)
+    }
+
+    /// As [`PciHost::add`], with a device of the host. What its BARs have mapped lies over them, where the guest reaches it
+    /// without leaving.
+    ///
+    /// # Errors
+    /// As there, [`Error::Vfio`] when the device can't be mapped, [`Error::Space`] where KVM has no slots left.
+    pub fn add_vfio(&mut self, mut function: VfioPci) -> Result<(), Error> {
+        self.place(&mut function)?;
+        let bars = self.make_bars(&function, |_| Ok(Vec::new()))?;
+        for direct in function.direct()? {
+            let Some(bar) = bars.iter().find(|bar| bar.number == direct.bar) else { continue };
+            let BarRegion::Memory(region) = bar.region else { continue };
+            let (size, host) = (direct.map.len() as u64, Hva(direct.map.as_ptr() as u64));
+            // SAFETY: the mapping goes along as its own owner; it is the device's memory, which is the guest's to use.
+            unsafe { self.spaces.add_page(Arc::new(direct.map), size, Kind::Direct(host), (region, direct.offset)) }?;
+        }
+        self.attach(Arc::new(Mutex::new(function)), bars)
+    }
+
+    /// Messages for its devices.
+    #[must_use]
+    pub fn messages(&self) -> &KvmMsi {
+        &self.msi
+    }
+
+    /// Gives the BARs of `function` the next addresses: large ones, where the function allows it, above high memory.
+    fn place(&mut self, function: &mut dyn PciDevice) -> Result<(), Error> {
+        let (low, ports) = (PCI_WINDOW.0.0 + PCI_WINDOW.1, u64::from(PCI_PORTS.1) + 1);
         for placement in function.placements() {
-            let next = if placement.io { &mut self.next_port } else { &mut self.next };
+            let high = placement.wide && placement.size >= LARGE_BAR;
+            let (next, end) = match (placement.io, high) {
+                (true, _) => (&mut self.next_port, ports),
+                (_, true) => (&mut self.next_high, self.high.0 + PCI_WINDOW_HIGH),
+                _ => (&mut self.next, low),
+            };
             let at = next.next_multiple_of(placement.size);
+            if at.checked_add(placement.size).is_none_or(|last| last > end) {
+                return Err(Error::TooMuch(format!(
+                    "a BAR of {} MiB finds no room in the guest's address space: --vfio; give the machine fewer devices",
+                    placement.size >> 20
+                )));
+            }
             function.place(placement.bar, at);
             *next = at + placement.size;
         }
+        Ok(())
+    }
+
+    /// Regions for the BARs of `function`, which are nowhere yet.
+    fn make_bars(
+        &self,
+        function: &dyn PciDevice,
+        bells: impl Fn(&Placement) -> Result<Vec<Doorbell>, Error>,
+    ) -> Result<Vec<Bar>, Error> {
         // A bus has 32 slots.
         let index = self.devices.len() as u8;
-        let mut bars = Vec::new();
-        for placement in function.placements() {
-            let bells = doorbells(&function, &placement).map_err(host("copy an eventfd"))?;
-            let region = self.spaces.make_bar(placement.io, placement.size, (index, placement.bar), bells)?;
-            bars.push(Bar { number: placement.bar, region, at: Mutex::new(None) });
-        }
-        let device = Arc::new(Mutex::new(function));
+        let make = |placement: Placement| {
+            let place = (index, placement.bar);
+            let region = self.spaces.make_bar(placement.io, placement.size, place, bells(&placement)?)?;
+            Ok(Bar { number: placement.bar, region, at: Mutex::new(None) })
+        };
+        function.placements().into_iter().map(make).collect()
+    }
+
+    fn attach(&mut self, device: pci::Shared, bars: Vec<Bar>) -> Result<(), Error> {
         let slot = lock(&self.bus).attach(device.clone()).map_err(|e| Error::TooMuch(e.to_string()))?;
-        self.devices.push(OnBus { slot, device: device.clone(), bars });
-        Ok(device)
+        self.devices.push(OnBus { slot, device, bars });
+        Ok(())
     }
 
     /// Reads configuration space at byte `offset` of the ECAM.
@@ -190,7 +252,7 @@ impl PciHost {
         let mut slots = lock(&pages.slots);
         let mine = |s: &Option<(u8, RegionId)>| s.is_some_and(|(s, _)| s == slot);
         let Some((page, mapped)) = (0u64..).zip(slots.iter_mut()).find(|(_, s)| mine(s)) else { return };
-        if self.devices.iter().any(|d| d.slot == slot && lock(&d.device).window_in_use()) {
+        if self.devices.iter().any(|d| d.slot == slot && lock(&d.device).reads_have_effects()) {
             if let Some((_, region)) = mapped.take() {
                 self.spaces.remove(region);
             }

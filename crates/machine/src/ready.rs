@@ -140,7 +140,7 @@ pub fn make(spec: &spec::Vm, ram: &GuestRam, startup: &mut StartUp) -> Result<La
 }
 
 /// Bytes of `ram` that are in huge pages.
-fn huge(ram: &GuestRam) -> u64 {
+pub fn huge(ram: &GuestRam) -> u64 {
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
     memory(&std::fs::read_to_string("/proc/self/smaps").unwrap_or_default(), &ranges).guest_huge
 }

@@ -20,6 +20,7 @@ use crate::bus::{Bus, Function};
 use crate::console::ConsoleIo;
 use crate::error::{Error, host};
 use crate::ledger::DeviceLedger;
+use crate::passthrough::Passthrough;
 
 /// How long the guest's last output may wait for a slow reader once the guest is over.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
@@ -45,6 +46,8 @@ pub struct Registry {
     waiting: Vec<u8>,
     /// What devices have to say to the user.
     news: Option<Arc<News>>,
+    /// Kept, never looked at.
+    passthrough: Option<Passthrough>,
 }
 
 impl Registry {
@@ -89,6 +92,17 @@ impl Registry {
             add("rng", Box::new(rng))?;
         }
         Ok(out)
+    }
+
+    /// Where devices put what they have to say.
+    #[must_use]
+    pub const fn news(&self) -> Option<&Arc<News>> {
+        self.news.as_ref()
+    }
+
+    /// Keeps what devices of the host need for as long as the machine is there.
+    pub fn keep(&mut self, passthrough: Passthrough) {
+        self.passthrough = Some(passthrough);
     }
 
     /// Descriptors for the main loop to watch, with tokens for [`Registry::on_ready`] that start at `first`.

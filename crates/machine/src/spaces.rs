@@ -5,7 +5,7 @@
 //! on the vCPU's thread, without a lock.
 
 use std::any::Any;
-use std::io;
+use std::io::{self, Write as _};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use base::Gpa;
@@ -141,6 +141,14 @@ impl Spaces {
         Ok(spaces)
     }
 
+    /// Has `listener` follow memory from now on; it is told of all there is first.
+    ///
+    /// # Errors
+    /// The listener's.
+    pub fn follow(&self, listener: Box<dyn Listener<Device>>) -> Result<(), SpaceError> {
+        self.0.memory.listen(listener)
+    }
+
     /// Places a device of `size` bytes with its doorbells.
     ///
     /// # Errors
@@ -186,8 +194,14 @@ impl Spaces {
         });
         let moved =
             self.0.memory.change(|tree| move_all(tree, memory)).and(self.0.ports.change(|t| move_all(t, ports)));
-        // Only a bug of ours: BARs are no memory, so KVM is not asked for anything that it could refuse.
-        debug_assert!(moved.is_ok());
+        if let Err(refused) = moved {
+            // Only where a BAR has memory of a device in it, and KVM no slot for it: it stays where it was. Standard error may
+            // be closed; there is nobody left to tell.
+            let _ = write!(
+                io::stderr(),
+                "\rtare: a BAR can't follow the guest, {refused}; give the machine fewer devices\r\n"
+            );
+        }
     }
 
     /// Shows the guest `size` bytes of memory over a device's region, `at` bytes from its start.
@@ -279,7 +293,7 @@ impl Spaces {
             Some(range) => match &range.target {
                 Target::Mmio(device) => At::Device(*device, range.offset + (at - range.start)),
                 Target::Rom(_, Some((device, first))) => At::Device(*device, first + (at - range.start)),
-                Target::Ram(_) | Target::Rom(_, None) => At::Ram,
+                Target::Ram(_) | Target::Direct(_) | Target::Rom(_, None) => At::Ram,
             },
         })
     }

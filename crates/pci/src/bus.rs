@@ -319,7 +319,10 @@ mod tests {
         assert_eq!(odd, [0; 4]);
         assert_eq!(bus.ecam_write(ecam(1, 0x10), &0x1_0000_1000u64.to_le_bytes()), Some((1, Effect::Moved)));
         let at = bus.device(1).unwrap().lock().unwrap().placements();
-        assert_eq!(at, [Placement { bar: 0, address: 0x1_0000_1000, size: 0x1000, io: false, enabled: false }]);
+        assert_eq!(
+            at,
+            [Placement { bar: 0, address: 0x1_0000_1000, size: 0x1000, io: false, wide: true, enabled: false }]
+        );
     }
 
     #[test]

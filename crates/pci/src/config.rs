@@ -140,7 +140,23 @@ impl ConfigSpace {
     /// When there is no room or `writable` is longer than `body`.
     pub fn add_capability(&mut self, id: u8, body: &[u8], writable: &[u8]) -> u16 {
         let at = self.free;
+        self.place_capability(at as u16, id, body, writable);
+        // at < 256, as asserted there.
+        at as u16
+    }
+
+    /// Puts a capability at an offset of the caller's, a multiple of 4 from 0x40 on, behind those that are in the list
+    /// already: for a function that looks like another one. One that does not fit is a bug of the caller.
+    ///
+    /// # Panics
+    /// On such a bug.
+    pub fn place_capability(&mut self, at: u16, id: u8, body: &[u8], writable: &[u8]) {
+        let at = usize::from(at);
         let end = (at + 2 + body.len()).next_multiple_of(4);
+        assert!(
+            at >= FIRST_CAPABILITY && at.is_multiple_of(4),
+            "capabilities stand at multiples of 4, past the header"
+        );
         assert!(end <= SIZE && writable.len() <= body.len(), "no room for a capability");
         self.set(at, &[id, 0]);
         self.set(at + 2, body);
@@ -150,8 +166,7 @@ impl ConfigSpace {
         self.set(link, &[at as u8]);
         let status = self.bytes[STATUS] | STATUS_CAPABILITIES;
         self.set(STATUS, &[status]);
-        (self.last_capability, self.free) = (at, end);
-        at as u16
+        (self.last_capability, self.free) = (at, self.free.max(end));
     }
 
     /// Reads; bytes past the end read as zero.
@@ -213,7 +228,8 @@ impl ConfigSpace {
         let placement = |spec: &BarSpec| {
             let io = spec.kind == BarKind::Io;
             let enabled = if io { ports } else { memory };
-            Placement { bar: spec.bar, address: self.bar_address(spec), size: spec.size, io, enabled }
+            let wide = spec.kind == BarKind::Memory64;
+            Placement { bar: spec.bar, address: self.bar_address(spec), size: spec.size, io, wide, enabled }
         };
         self.bars.iter().map(placement).collect()
     }
@@ -311,15 +327,18 @@ mod tests {
         assert_eq!(
             s.placements(),
             [
-                Placement { bar: 0, address: 0x1_2345_4000, size: 0x4000, io: false, enabled: true },
-                Placement { bar: 2, address: 0xe000_1000, size: 0x1000, io: false, enabled: true },
+                Placement { bar: 0, address: 0x1_2345_4000, size: 0x4000, io: false, wide: true, enabled: true },
+                Placement { bar: 2, address: 0xe000_1000, size: 0x1000, io: false, wide: false, enabled: true },
             ]
         );
         assert_eq!(s.write(0x11, &[0xc0]), Effect::Moved, "byte access");
         assert_eq!(s.placements()[0].address, 0x1_2345_c000);
         assert_eq!(s.write(COMMAND, &[0]), Effect::Decode(false));
         s.reset();
-        assert_eq!(s.placements()[0], Placement { bar: 0, address: 0, size: 0x4000, io: false, enabled: false });
+        assert_eq!(
+            s.placements()[0],
+            Placement { bar: 0, address: 0, size: 0x4000, io: false, wide: true, enabled: false }
+        );
         assert_eq!(word(&s, 0x10), 4, "the kind of the BAR survives");
     }
 
@@ -333,7 +352,7 @@ mod tests {
         s.place(3, 0x1038);
         assert_eq!(word(&s, 0x1c), 0x1039);
         assert_eq!(s.write(COMMAND, &[1]), Effect::Moved);
-        let ports = Placement { bar: 3, address: 0x1038, size: 8, io: true, enabled: true };
+        let ports = Placement { bar: 3, address: 0x1038, size: 8, io: true, wide: false, enabled: true };
         assert_eq!(s.placements()[2], ports);
         assert!(!s.placements()[0].enabled, "memory stays off");
         assert_eq!(s.write(COMMAND, &[2]), Effect::Decode(true));
@@ -353,5 +372,9 @@ mod tests {
         assert_eq!(word(&s, 0x48), 0xbbaa_0011);
         s.write(0x4a, &[0x00, 0x00]);
         assert_eq!(word(&s, 0x48), 0x3baa_0011, "only the bit allowed changes");
+        s.place_capability(0x80, 0x05, &[1; 10], &[]);
+        s.place_capability(0x60, 0x01, &[2; 6], &[]);
+        assert_eq!([word(&s, 0x48) >> 8 & 0xff, word(&s, 0x80), word(&s, 0x60)], [0x80, 0x0101_6005, 0x0202_0001]);
+        assert_eq!(s.add_capability(0x10, &[0; 6], &[]), 0x8c, "past all of them");
     }
 }

@@ -15,6 +15,8 @@ pub struct Placement {
     pub size: u64,
     /// In port space.
     pub io: bool,
+    /// May be above 4 GiB.
+    pub wide: bool,
     /// Decoding of its space is on, so that the BAR answers.
     pub enabled: bool,
 }
@@ -50,6 +52,12 @@ pub trait PciDevice: Send {
 
     /// Writes to a BAR. Any length and offset; what can't be written is ignored.
     fn bar_write(&mut self, bar: u8, offset: u64, data: &[u8]);
+
+    /// Whether reading configuration does more than reading, or gives what nobody wrote: what was read once must not stand
+    /// in for the next read then.
+    fn reads_have_effects(&self) -> bool {
+        false
+    }
 
     /// Back to the state after power-on: BARs unset, decoding off, the device behind it reset.
     fn reset(&mut self);

@@ -149,6 +149,12 @@ impl Msix {
         (body, (ENABLE | FUNCTION_MASK).to_le_bytes())
     }
 
+    /// One past the last entry that is not masked.
+    #[must_use]
+    pub fn used(&self) -> usize {
+        self.entries.iter().rposition(|entry| !entry.masked()).map_or(0, |last| last + 1)
+    }
+
     /// Takes the message control word after the guest wrote it.
     pub fn set_control(&mut self, control: u16) {
         if control == self.control {

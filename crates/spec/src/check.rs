@@ -54,6 +54,7 @@ impl Vm {
         crate::host_cpu::check(self)?;
         self.memory.check()?;
         crate::net::check(&self.nets)?;
+        crate::vfio::check(&self.vfio, self.transport)?;
         check_disks(&self.disks)
     }
 

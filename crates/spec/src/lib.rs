@@ -17,6 +17,7 @@ mod memory;
 mod net;
 mod parse;
 mod text;
+mod vfio;
 mod vm;
 
 pub use check::{
@@ -33,4 +34,5 @@ pub use memory::{MAX_MEMORY, MAX_PREALLOC_THREADS, MIN_MEMORY, Memory, MemoryBac
 pub use net::{Descriptors, MAX_NETS, Mac, Net, NetKind};
 pub use parse::{FromText, Word, parse_on_off, parse_port, parse_size, show_size};
 pub use text::{Said, said, said_each};
+pub use vfio::{MAX_VFIO, PciAddress, Vfio};
 pub use vm::*;

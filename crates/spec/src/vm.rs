@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::text::{maybe_size, maybe_size32, on_off, said, said_each};
-use crate::{CpuModel, CpuPin, Cpus, DisableExits, Memory, Net};
+use crate::{CpuModel, CpuPin, Cpus, DisableExits, Memory, Net, Vfio};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +52,9 @@ pub struct Vm {
     /// Network devices, in the order the guest sees them.
     #[serde(default, rename = "net", deserialize_with = "said_each")]
     pub nets: Vec<Net>,
+    /// Devices of the host that the guest gets.
+    #[serde(default, deserialize_with = "said_each", skip_serializing_if = "Vec::is_empty")]
+    pub vfio: Vec<Vfio>,
     /// What the guest talks to the user through.
     #[serde(default)]
     pub console: Console,
@@ -107,6 +110,7 @@ impl Vm {
             memory: Memory::default(),
             disks: Vec::new(),
             nets: Vec::new(),
+            vfio: Vec::new(),
             console: Console::default(),
             transport: Transport::default(),
             mmio_status: MmioStatus::default(),

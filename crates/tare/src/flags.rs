@@ -13,7 +13,7 @@ use lexopt::{Arg, Parser};
 use serde::Deserialize;
 use spec::{
     Console, CpuModel, CpuPin, Cpus, DisableExits, Disk, FromText, Irqchip, KernelDecompress, KernelLoad, Memory,
-    MmioStatus, Net, Said, SpecError, Transport, Vioapic, Word, parse_on_off, parse_port,
+    MmioStatus, Net, Said, SpecError, Transport, Vfio, Vioapic, Word, parse_on_off, parse_port,
 };
 
 use crate::exit::Failure;
@@ -32,6 +32,8 @@ pub struct Typed {
     pub disk: Option<Vec<Said<Disk>>>,
     /// `--net`, in order.
     pub net: Option<Vec<Said<Net>>>,
+    /// `--vfio`, in order.
+    pub vfio: Option<Vec<Said<Vfio>>>,
     /// `--cpus`
     pub cpus: Option<Said<Cpus>>,
     /// `--cpu`
@@ -195,6 +197,18 @@ const FLAGS: &[Flag] = &[
         ],
         set: |t, v| {
             t.net.get_or_insert_default().push(Said(Net::from_text(&utf8("net", v)?)?));
+            Ok(())
+        },
+    },
+    Flag {
+        name: "vfio",
+        value: Some("ADDRESS"),
+        help: &[
+            "a PCI device of the host that the guest gets, such as 0000:03:00.0;",
+            "give it again for more (`tare passthrough` makes it ready)",
+        ],
+        set: |t, v| {
+            t.vfio.get_or_insert_default().push(Said(Vfio::from_text(&utf8("vfio", v)?)?));
             Ok(())
         },
     },
@@ -536,6 +550,7 @@ mod tests {
             let value = match key {
                 "disk" => "[\"a\"]",
                 "net" => "[\"user\"]",
+                "vfio" => "[\"03:00.0\"]",
                 "cpus" | "halt-poll" => "1",
                 "cpu" => "\"host\"",
                 "cpu-pin" => "\"2-5\"",
@@ -572,6 +587,7 @@ mod tests {
             "--net",
             "user",
             "--net=kind=tap,tap=t0,mtu=9000",
+            "--vfio=0000:03:00.0",
             "--cpus",
             "8,sockets=2,cores=2,threads=2",
             "--cpu",
@@ -633,6 +649,8 @@ mod tests {
             pidfile = "p"
             api = "s"
             kvm = "/dev/null"
+            [[vfio]]
+            host = "03:00.0"
             [[disk]]
             path = "a.raw"
             [[disk]]

@@ -13,6 +13,7 @@ mod flags;
 mod img;
 mod meaning;
 mod memory_pool;
+mod passthrough;
 mod run;
 mod terminal;
 mod vmm;
@@ -90,11 +91,15 @@ fn command(args: &mut Parser) -> Result<Done, Failure> {
             Asked::Help => show(doctor::HELP),
             Asked::Do(asked) => doctor::run(&asked)?,
         },
+        Some("passthrough") => match passthrough::parse(args)? {
+            Asked::Help => show(passthrough::HELP),
+            Asked::Do(asked) => passthrough::run(&asked)?,
+        },
         Some("help") => show(&overview()),
         _ => {
             let what = format!("unknown command `{}`: command line", name.to_string_lossy());
             return Err(Failure::usage(format!(
-                "{what}; the commands are run, boot, ctl, img, memory-pool and doctor"
+                "{what}; the commands are run, boot, ctl, img, memory-pool, passthrough and doctor"
             )));
         }
     };
@@ -116,6 +121,7 @@ fn overview() -> String {
          \x20 tare ctl --api SOCKET COMMAND ...                                   ask a machine that runs\n\
          \x20 tare img COMMAND [options] FILE...                                  work on disk images\n\
          \x20 tare memory-pool --socket SOCKET --size SIZE                          keep memory ready for machines\n\
+         \x20 tare passthrough list|bind|unbind                                   devices of this host for --vfio\n\
          \x20 tare doctor [--json]                                                look at this host\n\
          \x20 tare --version\n\n\
          `tare run --help`, `tare ctl --help`, `tare img --help` and `tare doctor --help` say more.\n\n{}",

@@ -58,6 +58,7 @@ impl Meant {
             memory: flags.memory.or(file.memory).map_or(default.memory, |Said(memory)| memory),
             disks: flags.disk.or(file.disk).unwrap_or_default().into_iter().map(|Said(disk)| disk).collect(),
             nets: flags.net.or(file.net).unwrap_or_default().into_iter().map(|Said(net)| net).collect(),
+            vfio: flags.vfio.or(file.vfio).unwrap_or_default().into_iter().map(|Said(vfio)| vfio).collect(),
             console: flags.console.or(file.console).unwrap_or(default.console),
             transport: flags.transport.or(file.transport).unwrap_or(default.transport),
             mmio_status: flags.mmio_status.or(file.mmio_status).unwrap_or(default.mmio_status),

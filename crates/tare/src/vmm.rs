@@ -118,9 +118,11 @@ fn end(outcome: Outcome) -> End {
 /// What the user named wrongly is exit code 2, what the host lacks is 3.
 fn failure(error: machine::Error) -> Failure {
     match error {
-        machine::Error::Boot(_) | machine::Error::Disk(_) | machine::Error::Net(_) | machine::Error::TooMuch(_) => {
-            Failure::usage(error)
-        }
+        machine::Error::Boot(_)
+        | machine::Error::Disk(_)
+        | machine::Error::Net(_)
+        | machine::Error::TooMuch(_)
+        | machine::Error::Vfio(_) => Failure::usage(error),
         other => Failure::monitor(other),
     }
 }

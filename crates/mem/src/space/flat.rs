@@ -14,6 +14,8 @@ use super::tree::{Kind, ROOT, RegionId, Tree};
 pub enum Target<D> {
     /// RAM; the host address of the range's first byte.
     Ram(Hva),
+    /// A device's own memory; the host address of the range's first byte.
+    Direct(Hva),
     /// Memory that only reads; the device answers writes, the range's first byte being this one of its.
     Rom(Hva, Option<(D, u64)>),
     /// A device.
@@ -58,7 +60,7 @@ impl<D> FlatRange<D> {
     #[must_use]
     pub const fn memory(&self) -> Option<(Hva, bool)> {
         match &self.target {
-            Target::Ram(host) => Some((*host, true)),
+            Target::Ram(host) | Target::Direct(host) => Some((*host, true)),
             Target::Rom(host, _) => Some((*host, false)),
             Target::Mmio(_) => None,
         }
@@ -194,7 +196,8 @@ impl<D: Clone> Canvas<'_, D> {
             let moved = |host: Hva| Hva(host.0 + offset);
             let target = match (&region.kind, readonly) {
                 (Kind::Ram(host), false) => Target::Ram(moved(*host)),
-                (Kind::Ram(host), true) => Target::Rom(moved(*host), None),
+                (Kind::Direct(host), false) => Target::Direct(moved(*host)),
+                (Kind::Ram(host) | Kind::Direct(host), true) => Target::Rom(moved(*host), None),
                 (Kind::Rom(host, device, at), _) => Target::Rom(moved(*host), Some((device.clone(), at + offset))),
                 (Kind::Mmio(device), _) => Target::Mmio(device.clone()),
                 (Kind::Container | Kind::Alias { .. }, _) => return None,

@@ -90,7 +90,7 @@ fn ask(tree: &Tree<u32>, id: RegionId, at: u64, readonly: bool) -> Option<Answer
         }
     }
     match region.kind {
-        Kind::Ram(host) => Some((id, at, Some(host.0 + at), readonly, region.log)),
+        Kind::Ram(host) | Kind::Direct(host) => Some((id, at, Some(host.0 + at), readonly, region.log)),
         Kind::Rom(host, ..) => Some((id, at, Some(host.0 + at), true, region.log)),
         Kind::Mmio(_) => Some((id, at, None, false, region.log)),
         Kind::Container | Kind::Alias { .. } => None,

@@ -24,6 +24,9 @@ pub enum Kind<D> {
     Container,
     /// Memory of this process from the given address on.
     Ram(Hva),
+    /// Memory of a device that is passed through: the guest reaches it as RAM, without leaving, but it is none. Nobody else
+    /// copies there, and devices don't reach it.
+    Direct(Hva),
     /// Memory that the guest can only read; the device answers writes, and reads of what no slot could hold, from the given
     /// byte of it on.
     Rom(Hva, D, u64),

@@ -344,6 +344,11 @@ fn vendor_cap(len: u8, kind: u8, bar: u8, offset: u64, size: u64) -> [u8; 14] {
 }
 
 impl PciDevice for VirtioPci {
+    /// The window capability's data is a part of the BAR.
+    fn reads_have_effects(&self) -> bool {
+        self.window_in_use()
+    }
+
     fn config_read(&mut self, offset: u16, data: &mut [u8]) {
         self.config.read(offset, data);
         let Some((at, len)) = self.window().filter(|_| self.window_data().contains(&offset)) else { return };
