@@ -103,8 +103,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let mut bus = Bus::new(spec, &spaces, &ram, (&routes, lines))?;
     let mut registry = Registry::populate(spec, &mut bus, io, remote)?;
     if let Some(passthrough) = passthrough {
-        passthrough.join((&vm, &spaces), &mut bus, &mut registry, &mut startup)?;
-        startup.huge = ready::huge(&ram);
+        passthrough.join(&vm, &mut bus, &mut registry)?;
     }
     // `kernel` is the machine without either of what a split one does for fewer exits, so that one can be seen beside the other.
     if spec.irqchip == spec::Irqchip::Split {
@@ -113,6 +112,12 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     timeline.note("devices");
     let loaded = load(spec, topology.apic_ids(), &ram, &bus)?;
     timeline.note("kernel, initrd and tables");
+    // Not before: what is loaded may have been put behind the memory, and is pinned with it.
+    if let Some(passthrough) = registry.passthrough() {
+        passthrough.pin(&spaces, &mut startup)?;
+        startup.huge = ready::huge(&ram);
+        timeline.note("memory pinned");
+    }
 
     let begun = Instant::now();
     let mut vcpus = Vec::with_capacity(usize::from(spec.cpus.count));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Devices of the host in this machine: opened before anything else is made, then put on the bus, with all of the guest's
-//! memory pinned for them.
+//! Devices of the host in this machine: opened before anything else is made, then put on the bus, and all of the guest's
+//! memory pinned for them once everything in it is in place.
 //!
 //! Called by `build` on the main thread. Whatever fails closes what was opened, and the devices are as they were.
 
@@ -23,6 +23,7 @@ pub struct Passthrough {
     container: Container,
     /// Until they are on the bus.
     devices: Vec<Opened>,
+    /// Kept, never looked at.
     groups: Option<VfioGroups>,
 }
 
@@ -40,20 +41,26 @@ impl Passthrough {
         Ok(Some(Self { container, devices, groups: None }))
     }
 
-    /// Puts the devices on `bus`, pins memory for them, tells KVM, and goes to `registry` to be kept. `startup` hears what
-    /// pinning took.
+    /// Puts the devices on `bus`, tells KVM, and goes to `registry` to be kept.
     ///
     /// # Errors
-    /// [`Error::Vfio`], [`Error::Kvm`], and [`Error::TooMuch`] where memory can't be pinned.
-    pub fn join(
-        mut self,
-        (vm, spaces): (&Vm, &Spaces),
-        bus: &mut Bus,
-        registry: &mut Registry,
-        startup: &mut StartUp,
-    ) -> Result<(), Error> {
+    /// [`Error::Vfio`] and [`Error::Kvm`].
+    pub fn join(mut self, vm: &Vm, bus: &mut Bus, registry: &mut Registry) -> Result<(), Error> {
         let groups: Vec<RawFd> = self.container.groups().collect();
         self.groups = vm.tell_vfio_groups(&groups)?;
+        let Some(news) = registry.news().cloned() else { return Ok(()) };
+        for device in self.devices.drain(..) {
+            bus.add_vfio(device, &news)?;
+        }
+        registry.keep(self);
+        Ok(())
+    }
+
+    /// Pins all memory for the devices, and has them follow what becomes of it. `startup` hears what that took.
+    ///
+    /// # Errors
+    /// [`Error::TooMuch`] where memory can't be pinned.
+    pub fn pin(&self, spaces: &Spaces, startup: &mut StartUp) -> Result<(), Error> {
         let maps = self.container.maps()?;
         let (mapped, begun) = (maps.mapped(), Instant::now());
         if let Err(refused) = spaces.follow(Box::new(maps)) {
@@ -62,11 +69,6 @@ impl Passthrough {
         startup.pin_ns = nanoseconds(begun);
         // What is pinned exists.
         startup.ready = mapped.load(Ordering::Relaxed);
-        let Some(news) = registry.news().cloned() else { return Ok(()) };
-        for device in self.devices.drain(..) {
-            bus.add_vfio(device, &news)?;
-        }
-        registry.keep(self);
         Ok(())
     }
 }

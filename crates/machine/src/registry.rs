@@ -46,7 +46,7 @@ pub struct Registry {
     waiting: Vec<u8>,
     /// What devices have to say to the user.
     news: Option<Arc<News>>,
-    /// Kept, never looked at.
+    /// The devices of the host.
     passthrough: Option<Passthrough>,
 }
 
@@ -103,6 +103,12 @@ impl Registry {
     /// Keeps what devices of the host need for as long as the machine is there.
     pub fn keep(&mut self, passthrough: Passthrough) {
         self.passthrough = Some(passthrough);
+    }
+
+    /// What was kept.
+    #[must_use]
+    pub const fn passthrough(&self) -> Option<&Passthrough> {
+        self.passthrough.as_ref()
     }
 
     /// Descriptors for the main loop to watch, with tokens for [`Registry::on_ready`] that start at `first`.

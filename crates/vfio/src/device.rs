@@ -413,7 +413,7 @@ fn map(hardware: &dyn Hardware, bar: u8, part: &Range<u64>) -> io::Result<Mmap> 
     let size = part.end - part.start;
     let len = usize::try_from(size).map_err(io::Error::other)?;
     let (file, at) = hardware.map(bar.into())?;
-    let mut map = Mmap::reserved(len, if size < LARGE { 4096 } else { LARGE as usize })?;
+    let map = Mmap::reserved(len, if size < LARGE { 4096 } else { LARGE as usize })?;
     map.put(0, len, Some((file.as_raw_fd(), at + part.start)), libc::MAP_SHARED)?;
     Ok(map)
 }
