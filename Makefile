@@ -15,7 +15,7 @@ BENCH_BLOCK ?=
 # Further options of `make bench-memory`, for instance BENCH_MEMORY="--max 4G --only lookups".
 BENCH_MEMORY ?=
 
-.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-footprint bench-block bench-memory build deps clean-cache
+.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-footprint bench-block bench-memory bench-passthrough build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ bench-memory: build ## memory made ready and found, natively: preallocation and 
 	cargo build --release --locked -p kvm --example harvest
 	target/release/examples/bench_memory $(BENCH_MEMORY)
 	target/release/examples/harvest
+
+bench-passthrough: build ## in the lab: seconds to user space with a passed-through NVMe disk, by kind of page, tare beside QEMU; start-up phases
+	scripts/bench-passthrough $(BENCH_PASSTHROUGH)
 
 build: ## the release programs
 	scripts/build

@@ -62,6 +62,32 @@ guest() {
     echo "status $?"
 }
 
+# passthrough_devices: waits until the disk and the card to hand on are plugged in; NVME and CARD are their addresses.
+passthrough_devices() {
+    NVME=0000:01:00.0
+    CARD=0000:02:00.0
+    until [ -b /dev/nvme0n1 ] && [ -e /sys/bus/pci/devices/$CARD ] && [ -e /sys/bus/pci/devices/0000:03:00.0 ]; do sleep 0.2; done
+}
+
+# kept_card ADDRESS: the card at the other end of that wire, which stays here, is up with this address.
+kept_card() {
+    mkdir -p /lab/stock
+    mount -o loop,ro /lab/root.ext4 /lab/stock
+    modprobe -d /lab/stock virtio_pci
+    umount /lab/stock
+    until kept=$(ls /sys/bus/pci/devices/0000:03:00.0/virtio*/net 2>/dev/null) && [ -n "$kept" ]; do sleep 0.2; done
+    ip addr add "$1" dev "$kept"
+    ip link set "$kept" up
+}
+
+# in_stock_root NAME TEXT: a script in the root of the guests' disk.
+in_stock_root() {
+    mkdir -p /lab/stock
+    mount -o loop /lab/root.ext4 /lab/stock
+    printf '%s\n' "$2" >/lab/stock/$1
+    umount /lab/stock
+}
+
 # refused FLAGS...: a run that cannot start. Says how it ended; its complaint goes to standard output.
 refused() {
     timeout 60 tare run "$@" </dev/null 2>&1
@@ -108,9 +134,24 @@ pub fn tare_lab(args: &[&str]) -> Command {
     command
 }
 
+/// Which lab machine.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// The one whose clock counts instructions.
+    Counted,
+    /// The one with an IOMMU and devices to hand on.
+    Passthrough,
+}
+
 /// Runs `script` with bash in a fresh copy of the lab machine that has `tare` and the named files.
 #[track_caller]
 pub fn script(script: &str, files: &[(PathBuf, &str)]) -> Printed {
+    script_in(Place::Counted, script, files)
+}
+
+/// As [`script`], in a machine of the caller's choice.
+#[track_caller]
+pub fn script_in(place: Place, script: &str, files: &[(PathBuf, &str)]) -> Printed {
     let tare = programs().join("tare");
     assert!(tare.is_file(), "{} is not built: `make e2e` does that", tare.display());
     let Ok(scratch) = tempfile::tempdir() else { panic!("no room for a temporary folder") };
@@ -118,7 +159,8 @@ pub fn script(script: &str, files: &[(PathBuf, &str)]) -> Printed {
     if let Err(error) = std::fs::write(&text, format!("{PRELUDE}\n{script}\necho \"== over\"\n")) {
         panic!("{}: {error}", text.display());
     }
-    let mut command = tare_lab(&["host", "once", "--counted", "--clock-limit", "1800", "--real-limit", "1800"]);
+    let place = if place == Place::Counted { "--counted" } else { "--passthrough" };
+    let mut command = tare_lab(&["host", "once", place, "--clock-limit", "1800", "--real-limit", "1800"]);
     command.arg("--put").arg(format!("{}:/lab/bin/tare", tare.display()));
     command.arg("--put").arg(format!("{}:/lab/script", text.display()));
     for (here, there) in files {

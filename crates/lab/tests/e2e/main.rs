@@ -15,5 +15,6 @@ mod lab;
 mod leftovers;
 mod machine;
 mod network;
+mod passthrough;
 mod refusals;
 mod transports;
