@@ -58,6 +58,9 @@ tare passthrough unbind $NVME
 echo "status $?"
 until [ -b /dev/nvme0n1 ]; do sleep 0.2; done
 echo "again $(dd if=/dev/nvme0n1 bs=1M skip=512 count=4 iflag=direct 2>/dev/null | sha256sum)"
+echo "== restarts"
+tare passthrough bind $NVME
+guest "dd if=/dev/nvme0n1 of=/dev/null bs=4k count=1 iflag=direct && echo reads;echo b >/proc/sysrq-trigger;sleep 9" --vfio $NVME 2>&1
 "#,
         &[],
     );
@@ -81,5 +84,7 @@ echo "again $(dd if=/dev/nvme0n1 bs=1M skip=512 count=4 iflag=direct 2>/dev/null
     assert!(busy.contains("is in use, another process has /dev/vfio/"), "{printed:#?}");
     assert!(busy.contains("is in use, a machine has its group"), "{printed:#?}");
     assert_eq!(busy.matches("status 2").count(), 2, "{printed:#?}");
+    let restarts = printed.part("restarts").lines().filter(|line| *line == "reads").count();
+    assert_eq!(restarts, 3, "a machine that starts again has its device again: {printed:#?}");
     assert!(printed.part("back").contains("0000:01:00.0 nvme\nstatus 0"), "{printed:#?}");
 }
