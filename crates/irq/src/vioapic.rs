@@ -244,10 +244,8 @@ impl<P: Pages> Vioapic<P> {
         state.level &= !bit(line);
         if still() {
             state.level |= bit(line);
-        } else if (state.event ^ look(&self.pages.guest().ack)) & bit(line) == 0 {
-            // The guest finds nothing to serve and to end: the next one is sent again.
-            state.in_service &= !bit(line);
         }
+        // Its service, if it has begun, is ended by UNMASK alone: the driver that quiets a device is not done with the line.
         self.settle(&mut state);
     }
 

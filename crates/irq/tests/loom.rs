@@ -61,8 +61,11 @@ impl World {
             return;
         }
         let (registers, guest) = (self.vioapic.pages().registers(), self.vioapic.pages().guest());
-        if self.irr() & !look(&guest.mask) & BIT == 0 {
+        if look(&guest.mask) & BIT != 0 {
             return;
+        }
+        if self.irr() & BIT == 0 {
+            return self.unmask();
         }
         guest.mask.fetch_or(BIT, SeqCst);
         if (registers.get(reg::EVENT) ^ look(&guest.ack)) & BIT != 0 {
@@ -87,9 +90,11 @@ impl World {
         if !self.pending.swap(false, SeqCst) {
             return;
         }
-        let isr = self.vioapic.pages().registers().get(reg::ISR);
-        if isr & BIT == 0 {
+        if self.vioapic.pages().registers().get(reg::MASK) & BIT != 0 {
             return;
+        }
+        if self.vioapic.pages().registers().get(reg::ISR) & BIT == 0 {
+            return self.vioapic.write(reg::UNMASK, &BIT.to_le_bytes());
         }
         self.vioapic.write(reg::MASK, &BIT.to_le_bytes());
         self.vioapic.write(reg::ACK, &BIT.to_le_bytes());

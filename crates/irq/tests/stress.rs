@@ -128,18 +128,27 @@ impl Driven for Paravirtual {
     fn handle(&self, line: u8, _: u64, serve: &mut dyn FnMut()) {
         let (bit, guest) = (1u64 << line, self.chip.pages().guest());
         if self.mode == Mode::Pv {
-            if self.irr() & !guest.mask.load(SeqCst) & bit == 0 {
+            if guest.mask.load(SeqCst) & bit != 0 {
                 return;
+            }
+            if self.irr() & bit == 0 {
+                return self.unmask(bit);
             }
             guest.mask.fetch_or(bit, SeqCst);
             if (self.chip.pages().registers().get(reg::EVENT) ^ guest.ack.load(SeqCst)) & bit != 0 {
                 guest.ack.fetch_xor(bit, SeqCst);
             }
         } else {
-            let mut isr = [0; 8];
-            self.chip.read(reg::ISR, &mut isr);
-            if u64::from_le_bytes(isr) & bit == 0 {
+            let shown = |at| {
+                let mut word = [0; 8];
+                self.chip.read(at, &mut word);
+                u64::from_le_bytes(word) & bit != 0
+            };
+            if shown(reg::MASK) {
                 return;
+            }
+            if !shown(reg::ISR) {
+                return self.unmask(bit);
             }
             self.chip.write(reg::MASK, &bit.to_le_bytes());
             self.chip.write(reg::ACK, &bit.to_le_bytes());

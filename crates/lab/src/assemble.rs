@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use crate::place::Facts;
 use crate::price::{Exits, KINDS};
 use crate::report::{Better, Host, Method, Report, Row, Rows, SubjectInfo};
-use crate::scenario::{Bundle, interrupts, workloads};
+use crate::scenario::{Bundle, interrupts, load, workloads};
 use crate::schedule::{Ledger, TRIES};
 use crate::subject::Subject;
 
@@ -62,6 +62,7 @@ pub fn report(asked: Asked, facts: Facts, ledger: &Ledger) -> Report {
     let results = rows.finish(&results_order, native);
     notes.extend(beside_qemu(&results));
     notes.extend(interrupts::beside_study(&results));
+    notes.extend(load::beside_study(&results));
     Report {
         suite: asked.suite.to_owned(),
         method: Method {
@@ -123,6 +124,8 @@ fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
         ));
     } else if scaled && asked.suite.starts_with("net") {
         notes.push(format!("Scale {}: of the full 2 GiB each way, 20,000 and 4,000 transactions.", asked.scale));
+    } else if scaled && asked.suite.starts_with("irq-load") {
+        notes.push(format!("Scale {}: of the full 40,000 small blocks, 40,000 and 8,000 transactions.", asked.scale));
     } else if scaled && asked.suite.starts_with("interrupts") {
         notes.push(format!("Scale {}: of the full 20,000 interrupts.", asked.scale));
     } else if scaled && asked.suite != "boot" {

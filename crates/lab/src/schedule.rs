@@ -16,7 +16,7 @@ use crate::place::Place;
 use crate::price::Exits;
 use crate::report::Figure;
 use crate::sample::{Order, Sample};
-use crate::scenario::{Bundle, Kind, fileio, init, interrupts, net};
+use crate::scenario::{Bundle, Kind, fileio, init, interrupts, load, net};
 use crate::subject::{Console, Subject};
 
 /// Tries of one sample before it counts as missing.
@@ -204,13 +204,15 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
     let boots = !bundle.needs_disk();
     let bare = matches!(bundle.kind, Kind::Guest { .. });
     let file = match console {
+        _ if subject.wants("load_initrd") && !boots => Some((load::ARCHIVE.to_owned(), load::archive()?)),
         _ if bare => Some(("guest".to_owned(), interrupts::guest()?)),
         Console::Serial if boots => Some(("initrd".to_owned(), init::initrd(&[]))),
         _ => None,
     };
     let kernel = if bare { format!("{scratch}/guest") } else { paths.kernel.clone() };
     let initrd = match (&file, boots) {
-        (Some(_), _) => format!("{scratch}/initrd"),
+        (Some(_), false) => paths.initrd.clone(),
+        (Some(_), true) => format!("{scratch}/initrd"),
         (None, true) => paths.console_initrd.clone(),
         (None, false) => paths.initrd.clone(),
     };
@@ -232,6 +234,9 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         if !bare {
             values.insert("initrd", initrd);
         }
+        if !boots {
+            values.insert("load_initrd", format!("{scratch}/{}", load::INITRD));
+        }
         if bundle.needs_disk() {
             values.insert("disk", if copy { private.clone() } else { paths.disk.clone() });
         }
@@ -252,6 +257,14 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         let disk = if copy { &private } else { &paths.disk };
         let (tap, passt) = (subject.wants("tap"), subject.wants("passt"));
         prepare = net::Wire { scratch: &scratch, agent, disk, tap, passt }.prepare();
+    }
+    if subject.wants("load_initrd") && !boots {
+        prepare = format!(
+            "{}{}{}",
+            load::prepare(&paths.initrd, &scratch),
+            if prepare.is_empty() { "" } else { " && " },
+            prepare
+        );
     }
     let program = match subject.program() {
         Some("{tare}") => paths.tare.clone(),

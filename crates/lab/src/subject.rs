@@ -19,6 +19,10 @@ pub const VARIABLES: &[(&str, &str)] = &[
     ("mac", "address of the NIC of suite net; unset elsewhere"),
     ("tap", "name of a tap with a virtio header, made for templates that name it; unset elsewhere"),
     ("passt", "path of the socket of a passt, started for templates that name it; unset elsewhere"),
+    (
+        "load_initrd",
+        "path of the initrd with the driver of the paravirtual interrupt controller before it; unset when a workload needs none",
+    ),
     ("cmdline", "the whole kernel command line, one word"),
     ("cmdline_json", "the same, escaped for the inside of a JSON string"),
     ("memory_mib", "guest memory in MiB"),
@@ -114,6 +118,52 @@ const FIRECRACKER: &str = r#"sh -c "cat >{scratch}/fc.json <<'END'
 END
 exec firecracker --no-api --config-file {scratch}/fc.json""#;
 
+/// tare with the guest of suite `irq-load`.
+macro_rules! tare_load {
+    ($initrd:literal, $word:literal, $flags:literal) => {
+        concat!(
+            "{tare} run --kernel {kernel} [--initrd ",
+            $initrd,
+            "] --cmdline \"",
+            $word,
+            "{cmdline}\" --cpus {cpus} --memory {memory_mib}M [--disk path={disk},cache=writeback] ",
+            "[--disk path={raw},cache=writeback] [--net tap,tap={tap},mac={mac}] --console {console} --no-rng ",
+            $flags
+        )
+    };
+}
+
+/// The same of QEMU's: its devices on pins of the I/O APIC, not on messages.
+macro_rules! qemu_load {
+    ($irqchip:literal) => {
+        concat!(
+            "qemu-system-x86_64 -M pc,kernel-irqchip=",
+            $irqchip,
+            " -nodefaults -no-user-config -display none -enable-kvm -cpu host -smp {cpus} ",
+            "-m {memory_mib} -kernel {kernel} [-initrd {initrd}] -append {cmdline} ",
+            "[-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring ",
+            "-device virtio-blk-pci,drive=root,vectors=0] ",
+            "[-drive file={raw},format=raw,if=none,id=data,cache=writeback,aio=io_uring ",
+            "-device virtio-blk-pci,drive=data,vectors=0] ",
+            "[-netdev tap,ifname={tap},script=no,downscript=no,id=net -device virtio-net-pci,netdev=net,mac={mac},vectors=0] ",
+            "-serial stdio -no-reboot"
+        )
+    };
+}
+
+const LOAD_TRAP: &str = tare_load!("{load_initrd}", "vioapic_flow=level ", "--transport mmio --vioapic trap");
+const LOAD_TRAP_FASTEOI: &str = tare_load!("{load_initrd}", "vioapic_flow=fasteoi ", "--transport mmio --vioapic trap");
+const LOAD_RO_PAGE: &str = tare_load!("{load_initrd}", "vioapic_flow=level ", "--transport mmio --vioapic ro-page");
+const LOAD_PV: &str = tare_load!("{load_initrd}", "vioapic_flow=level ", "--transport mmio --vioapic pv");
+const LOAD_PV_FASTEOI: &str = tare_load!("{load_initrd}", "vioapic_flow=fasteoi ", "--transport mmio --vioapic pv");
+const LOAD_PV_STATUS: &str =
+    tare_load!("{load_initrd}", "vioapic_flow=fasteoi ", "--transport mmio --vioapic pv --mmio-status ro-page");
+const LOAD_SPLIT: &str = tare_load!("{initrd}", "", "--transport mmio --irqchip split");
+const LOAD_KERNEL: &str = tare_load!("{initrd}", "", "--transport mmio --irqchip kernel");
+const LOAD_MSI: &str = tare_load!("{initrd}", "", "--irqchip split");
+const LOAD_QEMU_SPLIT: &str = qemu_load!("split");
+const LOAD_QEMU_KERNEL: &str = qemu_load!("on");
+
 /// tare with the guest of suite `interrupts`.
 macro_rules! tare_interrupts {
     ($controller:literal, $flags:literal) => {
@@ -177,6 +227,21 @@ pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("tare-msi", "tare, suite interrupts: the message alone, no controller to ask", TARE_MSI),
     ("qemu-split", "QEMU, suite interrupts: its own I/O APIC", QEMU_SPLIT),
     ("qemu-kernel", "QEMU, suite interrupts: KVM's I/O APIC", QEMU_KERNEL),
+    (
+        "load-trap",
+        "tare, suite irq-load: disks and NIC on the paravirtual controller, each register access an exit",
+        LOAD_TRAP,
+    ),
+    ("load-trap-fasteoi", "the same; the guest's driver only ends an interrupt's service", LOAD_TRAP_FASTEOI),
+    ("load-ro-page", "as load-trap, registers read from a page", LOAD_RO_PAGE),
+    ("load-pv", "as load-trap, masks and acknowledgements stored into a page", LOAD_PV),
+    ("load-pv-fasteoi", "the same; the guest's driver only ends an interrupt's service", LOAD_PV_FASTEOI),
+    ("load-pv-status", "as load-pv-fasteoi, and the devices' registers read from pages, too", LOAD_PV_STATUS),
+    ("load-split", "tare, suite irq-load: pins of its own I/O APIC", LOAD_SPLIT),
+    ("load-kernel", "tare, suite irq-load: pins of KVM's I/O APIC", LOAD_KERNEL),
+    ("load-msi", "tare, suite irq-load: MSI-X", LOAD_MSI),
+    ("load-qemu-split", "QEMU, suite irq-load: pins of its own I/O APIC", LOAD_QEMU_SPLIT),
+    ("load-qemu-kernel", "QEMU, suite irq-load: pins of KVM's I/O APIC", LOAD_QEMU_KERNEL),
     ("stratovirt", "StratoVirt, when its binary is there (boot only: no root disk in its template)", STRATOVIRT),
     ("firecracker", "Firecracker, when its binary is there (boot only: no root disk in its template)", FIRECRACKER),
 ];

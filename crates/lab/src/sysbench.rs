@@ -31,6 +31,8 @@ pub enum Test {
     Fio,
     /// One stream of iperf3.
     Iperf,
+    /// coreutils' dd.
+    Dd,
     /// Transactions of the agent.
     Transact,
     /// What a guest says of its own boot; not by sysbench.
@@ -40,7 +42,7 @@ pub enum Test {
 impl Test {
     /// Whether its events are requests to a disk.
     pub fn makes_requests(self) -> bool {
-        matches!(self, Self::FileIo | Self::FileIops | Self::FileLatency | Self::Fio)
+        matches!(self, Self::FileIo | Self::FileIops | Self::FileLatency | Self::Fio | Self::Dd)
     }
 
     /// The figure to put first, where it is not the first that is printed.
@@ -57,6 +59,7 @@ impl Test {
 pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
     match test {
         Test::Fio => return crate::fio::figures(text),
+        Test::Dd => return crate::scenario::load::dd(text),
         Test::Iperf => return crate::traffic::stream(text),
         Test::Transact => return crate::traffic::transactions(text),
         _ => {}
@@ -99,7 +102,7 @@ pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
             let (read, written) = (text.after("read, MiB/s:")?, text.after("written, MiB/s:")?);
             out.push(Figure::new("read and written", "MiB/s", Better::Higher, read + written));
         }
-        Test::Fio | Test::Iperf | Test::Transact | Test::Phases => {}
+        Test::Fio | Test::Dd | Test::Iperf | Test::Transact | Test::Phases => {}
         Test::Mutex => out.push(Figure::new("total time", "s", Better::Lower, text.after("total time:")?)),
         Test::Threads => {
             let (events, seconds) = (text.after("total number of events:")?, text.after("total time:")?);

@@ -228,6 +228,10 @@ pub struct DeviceLedger {
     pub throttled: u64,
     /// For how long, nanoseconds; queues that wait at the same time add up.
     pub throttled_ns: u64,
+    /// Interrupts that waited for further requests to finish (`coalesce=`).
+    pub coalesced: u64,
+    /// For how long, nanoseconds, added up.
+    pub coalesced_ns: u64,
 }
 
 /// Memory of the process, bytes.
@@ -338,6 +342,10 @@ impl fmt::Display for Ledger {
         }
         for d in self.devices.iter().filter(|d| d.throttled > 0) {
             writeln!(f, "{} waited {} times for its rate limits, {:.1} ms", d.name, d.throttled, ms(d.throttled_ns))?;
+        }
+        for d in self.devices.iter().filter(|d| d.coalesced > 0) {
+            let each = d.coalesced_ns as f64 / d.coalesced as f64 / 1000.0;
+            writeln!(f, "{} put {} interrupts off, by {each:.1} us each", d.name, d.coalesced)?;
         }
         writeln!(
             f,

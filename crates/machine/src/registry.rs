@@ -183,6 +183,8 @@ impl Registry {
                 interrupts: c.interrupts,
                 throttled: c.throttled,
                 throttled_ns: c.throttled_ns,
+                coalesced: c.coalesced,
+                coalesced_ns: c.coalesced_ns,
             }
         });
         let small = self.small.iter().map(|(name, counters)| {
@@ -208,6 +210,7 @@ impl Registry {
                 interrupts: c.interrupts,
                 throttled: c.throttled,
                 throttled_ns: c.throttled_ns,
+                ..DeviceLedger::default()
             }
         });
         disks.chain(nets).chain(small).collect()

@@ -100,6 +100,9 @@ impl Disk {
         self.check_queues()?;
         self.check_blocks()?;
         self.throttle.check()?;
+        if let Some(coalesce) = self.coalesce {
+            coalesce.check("disk.coalesce")?;
+        }
         let Some(serial) = &self.serial else { return Ok(()) };
         if serial.len() > MAX_SERIAL || serial.bytes().any(|b| !b.is_ascii_graphic() && b != b' ') {
             let what = format!("serial `{}` can't be shown to a guest", serial.escape_default());

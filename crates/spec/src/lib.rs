@@ -7,6 +7,7 @@
 
 mod check;
 mod cmdline;
+mod coalesce;
 mod command;
 mod cpu_features;
 mod cpu_model;
@@ -24,6 +25,7 @@ pub use check::{
     DEBUG_EXIT_PORTS, DEFAULT_QUEUES, MAX_CMDLINE, MAX_CPUS, MAX_DISKS, MAX_LOGICAL_BLOCK, MAX_PHYSICAL_BLOCK,
     MAX_QUEUES, MAX_SERIAL, MIN_BPS,
 };
+pub use coalesce::Coalesce;
 pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
 pub use cpu_features::{CpuidBits, CpuidRegister, cpu_features, cpuid_bits};
 pub use cpu_model::CpuModel;

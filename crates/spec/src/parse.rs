@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use crate::{
-    Aio, Backing, Cache, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, KernelLoad,
+    Aio, Backing, Cache, Coalesce, Console, Cow, Disk, DiskFormat, DiskThreads, Irqchip, KernelDecompress, KernelLoad,
     MmioStatus, Paths, SpecError, Throttle, Transport, Vioapic, Zeros,
 };
 
@@ -323,7 +323,7 @@ fn parse_size32(place: &str, text: &str) -> Result<u32, SpecError> {
 
 impl FromText for Disk {
     /// `root.raw` or `path=root.raw,readonly=on,cache=none,format=raw,aio=io_uring,serial=X`; for qcow2 also `l2-cache=4M`,
-    /// `cow=explicit`, `zeros=write`, `backing=any`, `key=FILE`; of the device `queues=4`, `threads=shared`, block sizes, and the keys of [`Throttle`].
+    /// `cow=explicit`, `zeros=write`, `backing=any`, `key=FILE`; of the device `queues=4`, `threads=shared`, block sizes, `coalesce=50:8`, and the keys of [`Throttle`].
     fn from_text(text: &str) -> Result<Self, SpecError> {
         const KEYS: &[&str] = &[
             "path",
@@ -345,6 +345,7 @@ impl FromText for Disk {
             "bps-burst",
             "iops",
             "iops-burst",
+            "coalesce",
         ];
         let group = Group::parse("disk", text, "path", KEYS)?;
         let path = group.read("path", |_, v| Ok(PathBuf::from(v)))?;
@@ -366,6 +367,7 @@ impl FromText for Disk {
             logical_block_size: group.read("logical-block-size", parse_size32)?,
             physical_block_size: group.read("physical-block-size", parse_size32)?,
             throttle: Throttle::from_group(&group)?,
+            coalesce: group.read("coalesce", Coalesce::parse)?,
             path: default.path,
         })
     }
@@ -459,12 +461,14 @@ mod tests {
         assert_eq!(
             fails::<Disk>("a.raw,ro"),
             "`ro` is not of the form key=value: disk; the keys are path, format, readonly, cache, aio, serial, l2-cache, cow, zeros, backing, key, \
-             queues, threads, logical-block-size, physical-block-size, bps, bps-burst, iops, iops-burst"
+             queues, threads, logical-block-size, physical-block-size, bps, bps-burst, iops, iops-burst, coalesce"
         );
         assert_eq!(
             fails::<Disk>("a,cache=writethrough"),
             "`writethrough` is not a cache mode: disk.cache; use writeback, none or unsafe"
         );
+        let coalesced = Disk { coalesce: Some(Coalesce { usec: 50, frames: 8 }), ..Disk::new("a") };
+        assert_eq!(Disk::from_text("a,coalesce=50:8").unwrap(), coalesced);
         assert_eq!(fails::<Disk>("a,format=vmdk"), "`vmdk` is not a disk format: disk.format; use raw or qcow2");
         assert_eq!(
             Disk::from_text("a,format=qcow2,l2-cache=4M,cow=explicit,zeros=fallocate,backing=any").unwrap(),

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::text::{maybe_size, maybe_size32, on_off, said, said_each};
-use crate::{CpuModel, CpuPin, Cpus, DisableExits, Memory, Net, Vfio};
+use crate::{Coalesce, CpuModel, CpuPin, Cpus, DisableExits, Memory, Net, Vfio};
 
 /// One virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -197,6 +197,9 @@ pub struct Disk {
     /// Rate limits.
     #[serde(default, deserialize_with = "said")]
     pub throttle: Throttle,
+    /// How long interrupts wait for further requests to finish; `None` is not at all.
+    #[serde(default)]
+    pub coalesce: Option<Coalesce>,
 }
 
 impl Disk {
@@ -220,6 +223,7 @@ impl Disk {
             logical_block_size: None,
             physical_block_size: None,
             throttle: Throttle::default(),
+            coalesce: None,
         }
     }
 }

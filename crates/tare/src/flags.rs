@@ -177,9 +177,11 @@ const FLAGS: &[Flag] = &[
             "[,backing=folder|none|any|PATH:PATH...][,key=FILE:FILE...]",
             "[,queues=N][,threads=per-queue|shared]",
             "[,logical-block-size=SIZE][,physical-block-size=SIZE]",
-            "[,bps=SIZE][,bps-burst=SIZE][,iops=N][,iops-burst=N];",
+            "[,bps=SIZE][,bps-burst=SIZE][,iops=N][,iops-burst=N]",
+            "[,coalesce=MICROSECONDS:REQUESTS];",
             "queues: one for each vCPU, at most 4, unless said;",
             "bps, iops: bytes and requests a second over all queues;",
+            "coalesce: an interrupt waits so long, or for so many requests;",
             "a comma in the path is written `,,`",
         ],
         set: |t, v| {

@@ -6,6 +6,7 @@
 //! bus; devices run on their own threads (disks, NICs) or on the thread of the vCPU that kicked them (console, entropy).
 
 pub mod blk;
+pub mod coalesce;
 pub mod console;
 pub mod device;
 pub mod fault;

@@ -12,6 +12,7 @@ use clap::Subcommand;
 
 use super::cache::Cache;
 use super::clone::{self, Bring, Job};
+use super::module;
 use super::qemu::Mode;
 use super::session::Stream;
 use super::snapshot::Snapshot;
@@ -66,6 +67,8 @@ pub enum Verb {
     },
     /// Make everything that the lab machine needs and stop there
     Make,
+    /// Build the guests' kernel module (guests/vioapic-linux) and say where it is
+    Module,
     /// End the standing machine
     Down,
     /// Say what there is, as JSON
@@ -143,6 +146,12 @@ pub fn run(verb: Verb) -> Result<u8> {
             for mode in [Mode::Counted, Mode::Threaded] {
                 saved(&cache, mode)?;
             }
+        }
+        Verb::Module => {
+            let making = Making::new();
+            let module = module::vioapic(&cache, &|step, done| making.tell(step, done))?;
+            drop(making);
+            println!("{}", module.display());
         }
         Verb::Down => standing.down()?,
         Verb::Info => println!("{:#}", standing.info(&cache)?),

@@ -190,7 +190,7 @@ fn bootstrap(root: &Path, packages: &[&str], leave_out: &[&str], folder: &Path) 
 }
 
 /// Debian's package sources as this machine's apt knows them.
-fn sources_of_this_machine() -> Result<String> {
+pub(super) fn sources_of_this_machine() -> Result<String> {
     let list = output(Command::new("apt-get").args([
         "indextargets",
         "--format",

@@ -10,6 +10,7 @@ pub mod cli;
 pub mod clone;
 pub mod image;
 pub mod mend;
+pub mod module;
 pub mod process;
 pub mod qemu;
 pub mod qmp;

@@ -21,6 +21,11 @@ pub struct Disk {
 }
 
 impl Disk {
+    /// With data in the first region only, where the template names `{raw}`.
+    pub fn of(region_mib: u64) -> Self {
+        Self { region_mib }
+    }
+
     /// Shell commands that make the image a template asks for, in directory `scratch`. They need qemu-utils.
     pub fn prepare(self, scratch: &str, qcow2: bool) -> String {
         let path = |name: &str| quote(&format!("{scratch}/{name}"));

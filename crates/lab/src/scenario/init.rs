@@ -50,6 +50,23 @@ pub fn initrd(modules: &[Vec<u8>]) -> Vec<u8> {
     out
 }
 
+/// A newc cpio archive of folders (no content) and files.
+pub fn archive(members: &[(&str, Option<&[u8]>)]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for (name, content) in members {
+        entry(
+            &mut out,
+            name,
+            if content.is_some() { 0o100_644 } else { 0o040_755 },
+            (0, 0),
+            content.unwrap_or_default(),
+        );
+    }
+    entry(&mut out, "TRAILER!!!", 0, (0, 0), &[]);
+    out.resize(out.len().next_multiple_of(512), 0);
+    out
+}
+
 /// The file of a module in the initrd.
 fn name(index: usize) -> String {
     format!("module{index}")

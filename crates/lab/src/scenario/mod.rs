@@ -9,6 +9,7 @@ mod boot;
 pub mod fileio;
 pub mod init;
 pub mod interrupts;
+pub mod load;
 mod microvm;
 pub mod net;
 pub mod stamps;
@@ -89,6 +90,10 @@ pub const SUITES: &[(&str, &str)] = &[
         "interrupts",
         "one interrupt by controller: trap, ro-page, pv, split, kernel, msi; exits by kind, injection and response apart",
     ),
+    (
+        "irq-load",
+        "dd with O_DIRECT by block size, TCP_RR and TCP_CRR, by interrupt controller; gains over trap (see {load_initrd})",
+    ),
     ("all", "tax and boot in one report"),
 ];
 
@@ -102,6 +107,7 @@ pub fn suite(name: &str, scale: f64) -> Result<Vec<Bundle>> {
         "net" => net::bundles(scale),
         "microvm" => microvm::bundles(scale),
         "interrupts" => interrupts::bundles(scale),
+        "irq-load" => load::bundles(scale),
         "all" => [tax::bundles(scale), boot::bundles()].concat(),
         _ => bail!("no suite '{suite}'; there are: {}", SUITES.map_names()),
     };
@@ -131,6 +137,9 @@ pub fn subjects(suite: &str) -> &'static str {
         Some("microvm") => "native,qemu-microvm,qemu,tare",
         Some("fileio") => "qemu-raw,qemu-qcow2,tare-raw,tare-explicit,tare-unallocated,tare-zero-aware",
         Some("interrupts") => "tare-trap,tare-ro-page,tare-pv,tare-split,tare-kernel,tare-msi,qemu-split,qemu-kernel",
+        Some("irq-load") => {
+            "load-trap,load-trap-fasteoi,load-ro-page,load-pv,load-pv-fasteoi,load-pv-status,load-split,load-kernel,load-msi,load-qemu-split,load-qemu-kernel"
+        }
         Some("net") => "qemu-user,tare-user,qemu-tap,tare-tap,qemu-vhost,tare-vhost",
         _ => "native,qemu,tare",
     }
@@ -243,7 +252,9 @@ mod tests {
     #[test]
     fn command_lines_fit_and_keep_their_script_in_one_quoted_word() {
         for scale in [1.0, 0.1, 0.001] {
-            for bundle in ["all", "fileio", "net", "microvm"].iter().flat_map(|name| suite(name, scale).unwrap()) {
+            for bundle in
+                ["all", "fileio", "net", "microvm", "irq-load"].iter().flat_map(|name| suite(name, scale).unwrap())
+            {
                 let line = bundle.cmdline(Console::Serial, "/dev/vda");
                 assert!(line.len() < LIMIT, "{} is {} bytes long", bundle.name, line.len());
                 let quotes = if bundle.needs_disk() { 2 } else { 0 };
@@ -267,7 +278,10 @@ mod tests {
         assert_eq!(suite("tax/fileio", 0.1).unwrap().len(), 1);
         assert!(suite("tax/disk", 0.1).unwrap_err().to_string().contains("compute, fileio"));
         assert!(
-            suite("speed", 1.0).unwrap_err().to_string().contains("tax, boot, fileio, net, microvm, interrupts, all")
+            suite("speed", 1.0)
+                .unwrap_err()
+                .to_string()
+                .contains("tax, boot, fileio, net, microvm, interrupts, irq-load, all")
         );
     }
 

@@ -10,13 +10,13 @@ use crate::sysbench::Test;
 
 /// The guest's address on the wire and the host's, which is also the gateway that passt stands for.
 const GUEST: &str = "10.0.5.2";
-const HOST: &str = "10.0.5.1";
+pub const HOST: &str = "10.0.5.1";
 /// The guest's NIC.
 pub const MAC: &str = "52:54:00:00:05:02";
 /// The tap; for passt it is the interface whose address it takes.
 pub const TAP: &str = "lab0";
 /// Port of the server of transactions; the next one is its other test's.
-const PORT: u16 = 5301;
+pub const PORT: u16 = 5301;
 
 /// What the guest does before its work.
 pub const SETUP: &str = "modprobe virtio_net;n=$(ls /sys/class/net|grep -v lo);ip addr add 10.0.5.2/24 dev $n;\

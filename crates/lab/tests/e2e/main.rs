@@ -18,3 +18,4 @@ mod network;
 mod passthrough;
 mod refusals;
 mod transports;
+mod vioapic;

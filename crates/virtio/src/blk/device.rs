@@ -16,6 +16,7 @@ use super::request::{ID_LEN, Shape};
 use super::shared::{BlkControl, Shared};
 use super::stats::BlkStats;
 use super::worker::{self, Setup, Workers};
+use crate::coalesce::Coalescer;
 use crate::device::{Activation, VirtioDevice};
 use crate::queue::DEFAULT_SIZE;
 use crate::throttle::{Clock, Throttle};
@@ -41,7 +42,7 @@ impl Blk {
         Self::with_clock(disk, spec, Clock::default())
     }
 
-    /// The same with a clock for its rate limits.
+    /// The same with a clock for its rate limits and its interrupts.
     #[must_use]
     pub fn with_clock(disk: Disk, spec: &spec::Disk, clock: Clock) -> Self {
         let queues = usize::from(spec.queues.unwrap_or(1).max(1));
@@ -62,7 +63,7 @@ impl Blk {
         let shared = Shared {
             id,
             stats: Arc::new(BlkStats::new(queues)),
-            throttle: Throttle::new(&spec.throttle, clock),
+            throttle: Throttle::new(&spec.throttle, clock.clone()),
             capacity: AtomicU64::new(size),
             writeback: AtomicBool::new(true),
         };
@@ -72,6 +73,7 @@ impl Blk {
             several: queues > 1,
             shape: Shape { size, block: SECTOR_SIZE as u32, readonly: disk.readonly() },
             shared: Arc::new(shared),
+            coalescer: Coalescer::new(spec.coalesce, clock),
         };
         Self {
             disk,

@@ -62,6 +62,10 @@ counters! {
     throttled,
     /// Nanoseconds for which it did.
     throttled_ns,
+    /// Interrupts that waited for further requests to finish.
+    coalesced,
+    /// Nanoseconds for which they did.
+    coalesced_ns,
 }
 
 impl BlkCounts {

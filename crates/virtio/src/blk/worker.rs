@@ -20,6 +20,7 @@ use super::request::{Request, Shape, StatusByte};
 use super::shared::Shared;
 use super::sleep::{Sleeper, schedule};
 use super::stats::BlkCounts;
+use crate::coalesce::{Coalescer, Waited};
 use crate::device::{Activation, ActiveQueue, DeviceStatus, status};
 use crate::fault::{Answer, GuestFault};
 use crate::queue::{Chain, DEFAULT_SIZE};
@@ -57,6 +58,8 @@ pub struct Setup {
     pub shape: Shape,
     /// Atomics.
     pub shared: Arc<Shared>,
+    /// What the interrupts of each queue wait for.
+    pub coalescer: Coalescer,
 }
 
 /// The running workers, as their device sees them.
@@ -135,6 +138,8 @@ struct Scratch {
 struct Worker {
     disk: Disk,
     queues: Vec<ActiveQueue>,
+    /// One for each of them.
+    coalescers: Vec<Coalescer>,
     shared: Arc<Shared>,
     shape: Shape,
     life: Life,
@@ -180,6 +185,7 @@ impl Worker {
         let slots = (0..queues.len() * usize::from(DEFAULT_SIZE)).map(|_| None).collect();
         Self {
             disk,
+            coalescers: vec![setup.coalescer.clone(); queues.len()],
             queues,
             shape: setup.shape,
             life,
@@ -245,11 +251,16 @@ impl Worker {
             Some(wait) => {
                 // No queue asks for kicks: what comes now would wait as well.
                 self.want_completions();
-                Next::SleepFor(wait)
+                Next::SleepFor(self.quiet().map_or(wait, |quiet| quiet.min(wait)))
             }
-            None if self.may_sleep() => Next::Sleep,
+            None if self.may_sleep() => self.quiet().map_or(Next::Sleep, Next::SleepFor),
             None => Next::Again,
         }
+    }
+
+    /// How long the next interrupt that was put off has to wait yet.
+    fn quiet(&self) -> Option<Duration> {
+        self.coalescers.iter().filter_map(Coalescer::wait).min()
     }
 
     /// Takes what queue `at` offers.
@@ -361,12 +372,15 @@ impl Worker {
             self.disk.commit();
         }
         self.scratch.done = done;
-        for queue in &mut self.queues {
-            if queue.ring.needs_notification() {
+        let mut waited = Waited::default();
+        for (queue, coalescer) in self.queues.iter_mut().zip(&mut self.coalescers) {
+            if coalescer.take(&mut waited) && queue.ring.needs_notification() {
                 self.counts.interrupts += 1;
                 queue.irq.notify();
             }
         }
+        self.counts.coalesced += waited.times;
+        self.counts.coalesced_ns += waited.ns;
     }
 
     /// Answers one request of the disk, or, if it has to be durable first, asks for that: `true`.
@@ -410,6 +424,9 @@ impl Worker {
         let run = if written >= status.before { status.before + 1 } else { written };
         if let Some(queue) = self.queues.get_mut(at) {
             queue.ring.push_used(head, run);
+        }
+        if let Some(coalescer) = self.coalescers.get_mut(at) {
+            coalescer.finish();
         }
     }
 

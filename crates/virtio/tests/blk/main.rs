@@ -3,6 +3,7 @@
 //! against plain bytes; staged faults of the disk below.
 #![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
 
+mod coalesce;
 mod faults;
 mod limits;
 mod model;
