@@ -3,12 +3,13 @@
 //! faults have Firecracker's form. Used by the server and the client, on either one's thread.
 
 use serde::{Deserialize, Serialize};
-use spec::{Command, Info, Reply, ResizeDisk};
+use spec::{Command, Info, Reply, ResizeDisk, ResizeMemory};
 
 use crate::http::{Bad, Request, Response};
 
 const INFO: &str = "/api/v1/vm.info";
 const RESIZE_DISK: &str = "/api/v1/vm.resize-disk";
+const RESIZE_MEMORY: &str = "/api/v1/vm.resize-memory";
 
 /// The body of a response to what was not done.
 #[derive(Serialize, Deserialize)]
@@ -24,9 +25,10 @@ pub fn command(request: &Request<'_>) -> Result<Command, Bad> {
     match (request.method.as_str(), request.path.as_str()) {
         ("GET", INFO) => Ok(Command::Info),
         ("PUT", RESIZE_DISK) => Ok(Command::ResizeDisk(body(request.body)?)),
+        ("PUT", RESIZE_MEMORY) => Ok(Command::ResizeMemory(body(request.body)?)),
         (_, INFO) => Err(Bad(405, format!("{INFO} is there to GET"))),
-        (_, RESIZE_DISK) => Err(Bad(405, format!("{RESIZE_DISK} is there to PUT"))),
-        _ => Err(Bad(404, format!("there are {INFO} and {RESIZE_DISK}, and no more"))),
+        (_, path @ (RESIZE_DISK | RESIZE_MEMORY)) => Err(Bad(405, format!("{path} is there to PUT"))),
+        _ => Err(Bad(404, format!("there are {INFO}, {RESIZE_DISK} and {RESIZE_MEMORY}, and no more"))),
     }
 }
 
@@ -59,6 +61,9 @@ pub fn request(command: &Command) -> (&'static str, &'static str, Vec<u8>) {
         Command::ResizeDisk(resize) => {
             ("PUT", RESIZE_DISK, serde_json::to_vec::<ResizeDisk>(resize).unwrap_or_default())
         }
+        Command::ResizeMemory(resize) => {
+            ("PUT", RESIZE_MEMORY, serde_json::to_vec::<ResizeMemory>(resize).unwrap_or_default())
+        }
     }
 }
 
@@ -82,7 +87,9 @@ mod tests {
 
     #[test]
     fn commands_arrive_as_sent() {
-        for command in [Command::Info, Command::ResizeDisk(ResizeDisk { id: "disk0".into(), desired_size: u64::MAX })] {
+        let disk = Command::ResizeDisk(ResizeDisk { id: "disk0".into(), desired_size: u64::MAX });
+        let memory = Command::ResizeMemory(ResizeMemory { desired_size: 1 << 30 });
+        for command in [Command::Info, disk, memory] {
             let (method, path, body) = request(&command);
             assert_eq!(asked(method, path, std::str::from_utf8(&body).unwrap()), Ok(command));
         }
@@ -97,6 +104,8 @@ mod tests {
         assert_eq!(code("GET", "/", ""), 404);
         assert_eq!(code("DELETE", INFO, ""), 405);
         assert_eq!(code("GET", RESIZE_DISK, ""), 405);
+        assert_eq!(code("GET", RESIZE_MEMORY, ""), 405);
+        assert_eq!(code("PUT", RESIZE_MEMORY, "{\"desired_size\":-1}"), 400);
         for body in ["", "{", "{}", "[]", r#"{"id":"a","desired_size":-1}"#, r#"{"id":"a","desired_size":1,"x":1}"#] {
             assert_eq!(code("PUT", RESIZE_DISK, body), 400, "{body}");
         }

@@ -12,13 +12,23 @@ use spec::{Command, DiskInfo, Info, Reply, ResizeDisk};
 
 fn info() -> Info {
     let disk = DiskInfo { id: "disk0".into(), path: "/a \"b\"".into(), size: u64::MAX, queues: 4, readonly: true };
-    Info { version: "1".into(), state: "Running".into(), cpus: 2, memory: 1 << 30, disks: vec![disk] }
+    Info {
+        version: "1".into(),
+        state: "Running".into(),
+        cpus: 2,
+        memory: 1 << 30,
+        memory_actual: 1 << 30,
+        memory_most: 2 << 30,
+        disks: vec![disk],
+    }
 }
 
 fn serve(server: &Server) -> Serving {
     let answer = |command| match command {
         Command::Info => Reply::Info(info()),
         Command::ResizeDisk(ResizeDisk { id, desired_size: 4096 }) if id == "disk0" => Reply::Done,
+        Command::ResizeMemory(resize) if resize.desired_size == 1 << 30 => Reply::Done,
+        Command::ResizeMemory(resize) => Reply::Refused(format!("no {} bytes", resize.desired_size)),
         Command::ResizeDisk(resize) => Reply::Refused(format!("no {} of {}\nbytes", resize.id, resize.desired_size)),
     };
     server.serve(Box::new(answer)).unwrap()

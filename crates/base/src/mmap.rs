@@ -110,12 +110,24 @@ impl Mmap {
     /// # Errors
     /// What `mbind` says, `EINVAL` for a node that is not there.
     pub fn bind_to_node(&self, node: u32) -> io::Result<()> {
+        self.bind_part_to_node(0, self.len, node)
+    }
+
+    /// The same for `len` bytes from `at` on, whole pages.
+    ///
+    /// # Errors
+    /// As there, and `EINVAL` for what is not in this mapping.
+    pub fn bind_part_to_node(&self, at: usize, len: usize, node: u32) -> io::Result<()> {
+        let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(invalid());
+        }
         let mut mask = [0u64; 16];
-        let word = mask.get_mut(node as usize / 64).ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
-        *word = 1 << (node % 64);
+        *mask.get_mut(node as usize / 64).ok_or_else(invalid)? = 1 << (node % 64);
         let bits = mask.len() * 64;
-        // SAFETY: the range is this mapping; the mask is as long as said.
-        let rc = unsafe { libc::syscall(libc::SYS_mbind, self.ptr, self.len, libc::MPOL_BIND, mask.as_ptr(), bits, 0) };
+        // SAFETY: the range is inside this mapping; the mask is as long as said.
+        let rc =
+            unsafe { libc::syscall(libc::SYS_mbind, self.ptr.add(at), len, libc::MPOL_BIND, mask.as_ptr(), bits, 0) };
         if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
@@ -126,6 +138,33 @@ impl Mmap {
     pub fn populate(&self) -> io::Result<()> {
         // SAFETY: the range is this mapping; populating does not change its contents.
         let rc = unsafe { libc::madvise(self.ptr.cast(), self.len, libc::MADV_POPULATE_WRITE) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Makes `len` bytes from `at` on exist, as [`Mmap::populate`] does.
+    ///
+    /// # Errors
+    /// As there, and `EINVAL` for what is not in this mapping.
+    pub fn populate_part(&self, at: usize, len: usize) -> io::Result<()> {
+        self.on_part(at, len, libc::MADV_POPULATE_WRITE)
+    }
+
+    /// Gives `len` bytes from `at` on back to the host, and to its file where the mapping is `shared`: whoever touches them
+    /// next finds what is new there, which is zeroes, or what the file holds where the mapping is private.
+    ///
+    /// # Errors
+    /// What `madvise` says, for a file without holes too; `EINVAL` for what is not in this mapping.
+    pub fn discard(&self, at: usize, len: usize, shared: bool) -> io::Result<()> {
+        self.on_part(at, len, if shared { libc::MADV_REMOVE } else { libc::MADV_DONTNEED })
+    }
+
+    fn on_part(&self, at: usize, len: usize, advice: libc::c_int) -> io::Result<()> {
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        // SAFETY: the range is inside this mapping. Nobody holds a reference into it: all access goes through raw pointers
+        // to plain bytes, which may change at any time.
+        let rc = unsafe { libc::madvise(self.ptr.add(at).cast(), len, advice) };
         if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
@@ -206,5 +245,26 @@ mod tests {
             }
         }
         assert!(Mmap::anonymous_aligned(usize::MAX, align).is_err());
+    }
+
+    #[test]
+    fn what_is_discarded_is_zero_again_and_its_neighbours_stay() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(0x3000).unwrap();
+        for (map, shared) in [(Mmap::anonymous(0x3000).unwrap(), false), (Mmap::shared(&file, 0x3000).unwrap(), true)] {
+            // SAFETY: all of it lies inside the mapping, which is readable and writable.
+            let bytes = || unsafe { [0, 0x1000, 0x1fff, 0x2000].map(|at| map.as_ptr().add(at).read()) };
+            // SAFETY: as above.
+            unsafe { map.as_ptr().write_bytes(7, 0x3000) };
+            match map.discard(0x1000, 0x1000, shared) {
+                Ok(()) => assert_eq!(bytes(), [7, 0, 0, 7]),
+                Err(e) => eprintln!("skipped: the file system makes no holes, {e}"),
+            }
+            assert!(map.discard(0x2000, 0x2000, shared).is_err(), "past its end");
+            match map.populate_part(0x1000, 0x2000) {
+                Ok(()) => assert_eq!(bytes()[0], 7),
+                Err(e) => eprintln!("skipped: {e}"),
+            }
+        }
     }
 }

@@ -25,6 +25,8 @@ pub fn fuzz_kernel(ram: &GuestRam, bytes: &[u8]) {
         serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
         pvpanic_port: Some(0x505),
         pm: PmPorts { sleep_control: 0x600, sleep_status: 0x601, reset: 0x602, reset_value: 1, button: Gsi(5) },
+        nodes: Vec::new(),
+        to_plug: None,
     };
     let name = Path::new("fuzz");
     for (decompress, seed) in [(Decompress::Guest, None), (Decompress::Monitor, None), (Decompress::Monitor, Some(1))] {

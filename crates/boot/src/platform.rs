@@ -34,6 +34,19 @@ pub struct Platform {
     pub pvpanic_port: Option<u16>,
     /// How the guest switches itself off and is asked to.
     pub pm: PmPorts,
+    /// Which CPUs and which memory belong together; none: nobody says.
+    pub nodes: Vec<Node>,
+    /// Where memory may be plugged later: past 4 GiB and all RAM; first byte and length.
+    pub to_plug: Option<(Gpa, u64)>,
+}
+
+/// CPUs and memory that belong together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Node {
+    /// APIC ids of its CPUs.
+    pub apic_ids: Vec<u32>,
+    /// Its memory: first byte and length of each range.
+    pub memory: Vec<(Gpa, u64)>,
 }
 
 /// A PCI Express configuration window: 1 MiB for each bus, starting with bus 0.
@@ -112,6 +125,8 @@ impl PmPorts {
 impl Platform {
     /// Most CPUs the tables are made for.
     pub const MAX_CPUS: usize = 64;
+    /// Most nodes the tables are made for.
+    pub const MAX_NODES: usize = 16;
 
     /// Whether the tables can describe it.
     ///
@@ -167,10 +182,29 @@ impl Platform {
             taken.push((device.at.0, len));
         }
         taken.extend(self.vioapic.map(|(at, len)| (at.0, u64::from(len))));
+        if let Some((at, len)) = self.to_plug
+            && (at.checked_add(len).is_none() || at.0 < mem::HIGH_START)
+        {
+            return bad(format!("{len} bytes to plug at {at}"));
+        }
+        taken.extend(self.to_plug.map(|(at, len)| (at.0, len)));
+        self.check_nodes()?;
         taken.retain(|(_, len)| *len > 0);
         taken.sort_unstable();
         if let Some(w) = taken.windows(2).find(|w| w[0].0 + w[0].1 > w[1].0) {
             return bad(format!("device memory at {:#x} overlaps {:#x}", w[0].0, w[1].0));
+        }
+        Ok(())
+    }
+
+    /// Nodes hold each CPU once, where there are any.
+    fn check_nodes(&self) -> Result<(), BootError> {
+        let mut ids: Vec<u32> = self.nodes.iter().flat_map(|node| node.apic_ids.iter().copied()).collect();
+        let mut all = self.apic_ids.clone();
+        ids.sort_unstable();
+        all.sort_unstable();
+        if self.nodes.len() > Self::MAX_NODES || (!self.nodes.is_empty() && ids != all) {
+            return Err(BootError::Platform(format!("{} nodes that do not hold each CPU once", self.nodes.len())));
         }
         Ok(())
     }
@@ -196,6 +230,8 @@ pub(crate) mod tests {
             serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
             pvpanic_port: Some(0x505),
             pm: PmPorts { sleep_control: 0x600, sleep_status: 0x601, reset: 0x602, reset_value: 1, button: Gsi(5) },
+            nodes: Vec::new(),
+            to_plug: None,
         }
     }
 
@@ -224,6 +260,10 @@ pub(crate) mod tests {
         check(|p| p.pci_window64.0 = Gpa(0x1000), "64-bit");
         check(|p| p.pci_ports = Some((0xcf8, 0xcff)), "ports");
         check(|p| p.pci_ports = Some((0x2000, 0x1fff)), "ports");
+        check(|p| p.to_plug = Some((Gpa(0x40_0000_0000), 1 << 30)), "overlaps");
+        check(|p| p.to_plug = Some((Gpa(0x8000_0000), 1 << 30)), "to plug");
+        check(|p| p.nodes = vec![Node { apic_ids: vec![0], memory: Vec::new() }], "each CPU once");
+        check(|p| p.nodes = vec![Node { apic_ids: vec![0, 1], memory: Vec::new() }; 2], "each CPU once");
         check(|p| p.virtio_mmio = registers(0xe100_0000, 0), "virtio registers of 0 bytes");
         check(|p| p.virtio_mmio = registers(0xffff_f000, 0x2000), "virtio registers of 8192");
         check(|p| p.virtio_mmio = registers(u64::MAX - 7, 0x1000), "virtio registers");

@@ -188,7 +188,7 @@ mod tests {
     /// Memory of one backing, and in it `len` bytes of the file at `path` from byte `from` on, at `to`.
     fn loaded(backing: &str, path: &Path, map: bool, (from, len, to): (u64, u64, u64)) -> (GuestRam, String) {
         let memory = spec::FromText::from_text(backing).unwrap();
-        let ram = mem::backing::back(&[(Gpa(0), 8 << 20)], &memory).unwrap().ram;
+        let ram = mem::backing::back(&[(Gpa(0), 8 << 20)], None, &memory).unwrap().ram;
         let file = Source::open("kernel", path).unwrap();
         let file = if map { file.mapped() } else { file };
         file.read_to_guest(from, len, &ram, Gpa(to), "part").unwrap();

@@ -22,6 +22,7 @@ use crate::console::ConsoleIo;
 use crate::control::Control;
 use crate::dispatch::Dispatch;
 use crate::error::{Error, host};
+use crate::hotplug::{Pieces, announce as announce_memory, to_plug};
 use crate::ioapic::IoApicHost;
 use crate::layout;
 use crate::legacy::{AcpiPorts, Coalesced, DebugExit, SerialPort};
@@ -101,7 +102,8 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
         serial = Some(SerialPort::new(lines.edge(layout::SERIAL_GSI)?, io.output.clone(), timer.clone()));
     }
     let mut bus = Bus::new(spec, &spaces, &ram, (&routes, lines))?;
-    let mut registry = Registry::populate(spec, &mut bus, io, remote)?;
+    let pieces = Pieces::new(spec, &spaces, &ram)?;
+    let mut registry = Registry::populate(spec, &mut bus, io, (pieces, remote))?;
     if let Some(passthrough) = passthrough {
         passthrough.join(&vm, &mut bus, &mut registry)?;
     }
@@ -147,8 +149,11 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
 /// Makes the interrupt chips; gives the number of pins of the I/O APIC if that is ours.
 fn irqchip(spec: &spec::Vm, vm: &Vm) -> Result<Option<u8>, Error> {
     let serial = (spec.console == Console::Serial).then_some(layout::SERIAL_GSI);
-    let devices =
-        usize::from(spec.console == Console::Virtio) + spec.disks.len() + spec.nets.len() + usize::from(spec.rng);
+    let devices = usize::from(spec.console == Console::Virtio)
+        + spec.disks.len()
+        + spec.nets.len()
+        + usize::from(spec.rng)
+        + usize::from(spec.memory.to_plug() > 0);
     let mmio = if spec.transport == spec::Transport::Mmio { last_gsi(devices) } else { None };
     let last = serial.into_iter().chain(mmio).map(|gsi| gsi.0).max().unwrap_or(0).max(layout::ACPI_EVENT_GSI.0);
     let pins = last as u8 + 1;
@@ -277,6 +282,8 @@ fn host_memory() -> Option<u64> {
 /// Puts kernel, initrd, command line and tables into guest memory.
 fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Result<boot::Entry, Error> {
     let serial = Serial { port: layout::SERIAL_PORT, gsi: layout::SERIAL_GSI };
+    let to_plug = to_plug(spec);
+    let nodes = nodes(&spec.memory, &apic_ids);
     let platform = Platform {
         apic_ids,
         lapic: Gpa(0xfee0_0000),
@@ -291,6 +298,8 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
         serial: (spec.console == Console::Serial).then_some(serial),
         pvpanic_port: Some(layout::PVPANIC_PORT),
         pm: AcpiPorts::describe(layout::ACPI_PORT, layout::ACPI_EVENT_GSI),
+        nodes,
+        to_plug: to_plug.map(|room| (room.at, room.size)),
     };
     let open = |role, path| {
         let file = Source::open(role, path)?;
@@ -299,7 +308,7 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
     let guest = boot::Guest {
         kernel: open("kernel", &spec.kernel)?,
         initrd: spec.initrd.as_deref().map(|path| open("initrd", path)).transpose()?,
-        cmdline: &announce(&spec.command_line(), &platform.virtio_mmio),
+        cmdline: &announce(&announce_memory(&spec.command_line(), spec), &platform.virtio_mmio),
         args: spec.cmdline.as_deref().unwrap_or_default(),
         decompress: match spec.kernel_decompress {
             spec::KernelDecompress::Guest => boot::Decompress::Guest,
@@ -308,6 +317,18 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
         seed: random_seed(),
     };
     Ok(boot::load(ram, &guest, &platform)?.entry)
+}
+
+/// The guest's NUMA nodes, if it has several: each has as many CPUs, neighbours together.
+fn nodes(memory: &spec::Memory, apic_ids: &[u32]) -> Vec<boot::Node> {
+    let sizes = memory.node_sizes();
+    if sizes.len() < 2 {
+        return Vec::new();
+    }
+    let (count, cpus) = (sizes.len(), apic_ids.len());
+    let parts = mem::nodes(&mem::ranges(memory.at_start()), &sizes).into_iter().enumerate();
+    let own = |number: usize| apic_ids.get(number * cpus / count..(number + 1) * cpus / count);
+    parts.map(|(number, memory)| boot::Node { apic_ids: own(number).unwrap_or_default().to_vec(), memory }).collect()
 }
 
 fn random_seed() -> Option<u64> {

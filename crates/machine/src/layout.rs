@@ -29,10 +29,11 @@ pub const VIRTIO_MMIO_GSIS: [Gsi; 13] =
 /// Size of the PCI window above high RAM.
 pub const PCI_WINDOW_HIGH: u64 = 16 << 30;
 
-/// Where that window begins.
+/// Where that window begins: past all RAM and past what can be plugged.
 #[must_use]
 pub fn high_window(ram: &mem::GuestRam) -> Gpa {
-    let end = ram.regions().map(|(at, size, _)| at.0 + size).max().unwrap_or(0).max(mem::HIGH_START);
+    let to_plug = ram.hot().map(|hot| hot.start().0 + hot.size());
+    let end = ram.regions().map(|(at, size, _)| at.0 + size).chain(to_plug).max().unwrap_or(0).max(mem::HIGH_START);
     Gpa(end.next_multiple_of(1 << 30))
 }
 

@@ -9,6 +9,7 @@ mod console;
 mod control;
 mod dispatch;
 mod error;
+mod hotplug;
 mod ioapic;
 mod layout;
 mod ledger;

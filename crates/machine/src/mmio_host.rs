@@ -137,7 +137,12 @@ impl MmioHost {
 #[must_use]
 pub fn announce(cmdline: &str, devices: &[boot::VirtioMmio]) -> String {
     let words = devices.iter().map(|d| format!("virtio_mmio.device={}K@{:#x}:{}", d.len >> 10, d.at.0, d.gsi.0));
-    let words = words.collect::<Vec<_>>().join(" ");
+    add_words(cmdline, &words.collect::<Vec<_>>().join(" "))
+}
+
+/// `cmdline` with further `words` for the kernel, before what is its first program's; as it is where they don't fit.
+#[must_use]
+pub fn add_words(cmdline: &str, words: &str) -> String {
     if words.is_empty() || cmdline.len() + 1 + words.len() > spec::MAX_CMDLINE {
         return cmdline.to_owned();
     }

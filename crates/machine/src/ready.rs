@@ -16,6 +16,7 @@ use serde::Serialize;
 use spec::Prealloc as When;
 
 use crate::error::{Error, host};
+use crate::hotplug::{self, MemoryControl};
 use crate::ledger::memory;
 use crate::vcpu::affinity::CpuSet;
 
@@ -82,7 +83,7 @@ pub fn find(spec: &spec::Vm, startup: &mut StartUp) -> Result<GuestRam, Error> {
         check_room(spec.memory.size)?;
     }
     let begun = Instant::now();
-    let backed = mem::backing::back(&mem::ranges(spec.memory.size), &spec.memory)?;
+    let backed = mem::backing::back(&mem::ranges(spec.memory.at_start()), hotplug::to_plug(spec), &spec.memory)?;
     startup.mmap_ns = nanoseconds(begun);
     if let Some(line) = backed.fell_back {
         // Standard error may be closed; there is nobody left to tell.
@@ -134,6 +135,15 @@ pub fn make(spec: &spec::Vm, ram: &GuestRam, startup: &mut StartUp) -> Result<La
             Ok(Later::Nothing)
         }
         (None, When::Vcpu) => Ok(Later::Vcpus(work(Way::Populate))),
+        (None, When::Background) if spec.memory.boot.is_some() => {
+            let begun = Instant::now();
+            let first = work(Way::Populate);
+            by_threads(&first, vcpus, spec.memory.host_node)?;
+            startup.fault_and_zero_ns = nanoseconds(begun);
+            (startup.ready, startup.huge) = (first.done(), huge(ram));
+            let rest = spec.memory.size - spec.memory.at_start();
+            Ok(Later::Background(Arc::new(Prealloc::of_hot(ram, rest, Way::Populate))))
+        }
         (None, When::Background) => Ok(Later::Background(work(Way::Populate))),
         (None, _) => Ok(Later::Nothing),
     }
@@ -254,17 +264,18 @@ pub struct Background {
 }
 
 impl Background {
-    /// Starts it, if there is such work.
+    /// Starts it, if there is such work; what becomes ready of a part that is plugged is the guest's to plug, through `memory`.
     ///
     /// # Errors
     /// When the host gives no more threads.
-    pub fn start(later: &Later) -> Result<Option<Self>, Error> {
+    pub fn start(later: &Later, memory: Option<&MemoryControl>) -> Result<Option<Self>, Error> {
         let Later::Background(work) = later else { return Ok(None) };
         let (own, work) = (work.clone(), work.clone());
+        let mut rest = memory.cloned().map(Rest::new);
         let thread = std::thread::Builder::new().name("ready-0".to_owned()).stack_size(64 << 10).spawn(move || {
             // The guest goes first; a kernel that will not have it goes on with a plain thread.
             let _ = base::sched::yield_to_all();
-            own.work();
+            own.work_telling(|done| rest.iter_mut().for_each(|rest| rest.grow(done)));
             if let Err(e) = finished(&own) {
                 // The guest goes on: it gets each page when it first touches it, if the host has one then.
                 eprint!("\rtare: {e}\r\n");
@@ -279,6 +290,29 @@ impl Background {
         // A thread that panics has said so.
         let _ = self.thread.join();
         self.work.done()
+    }
+}
+
+/// The rest of a guest's memory, which it is told to plug as it becomes ready.
+struct Rest {
+    memory: MemoryControl,
+    /// Bytes at the start, and what the guest was told last.
+    first: u64,
+    told: u64,
+}
+
+impl Rest {
+    fn new(memory: MemoryControl) -> Self {
+        let first = memory.wanted();
+        Self { memory, first, told: first }
+    }
+
+    /// `done` bytes of it are ready. Once somebody else has said how much there is to be, nothing is said any more.
+    fn grow(&mut self, done: u64) {
+        let bytes = self.first + done / spec::PLUG_UNIT * spec::PLUG_UNIT;
+        if bytes > self.told && self.memory.wanted() == self.told && self.memory.resize(bytes).is_ok() {
+            self.told = bytes;
+        }
     }
 }
 
@@ -308,7 +342,7 @@ mod tests {
             let ram = find(&vm, &mut startup).unwrap();
             let later = make(&vm, &ram, &mut startup).unwrap();
             assert_eq!((startup.prealloc, startup.threads, startup.ready), (name, threads, before));
-            let after = match (Background::start(&later).unwrap(), &later) {
+            let after = match (Background::start(&later, None).unwrap(), &later) {
                 (Some(background), _) => {
                     while background.work.done() < 16 << 20 {
                         std::thread::yield_now();
@@ -324,6 +358,19 @@ mod tests {
             assert_eq!(after, if when == When::Off { 0 } else { 16 << 20 }, "{name}");
             assert!(startup.line().contains(&format!("prealloc {name} by {threads} threads")));
         }
+    }
+
+    #[test]
+    fn a_part_is_ready_at_once_and_the_rest_where_it_can_be_plugged() {
+        let (mut vm, mut startup) = (vm(When::Background), StartUp::default());
+        vm.memory = spec::Memory { size: 144 << 20, boot: Some(16 << 20), ..vm.memory };
+        let ram = find(&vm, &mut startup).unwrap();
+        assert_eq!((ram.size(), ram.hot().unwrap().size()), (16 << 20, 128 << 20));
+        let later = make(&vm, &ram, &mut startup).unwrap();
+        assert_eq!(startup.ready, 16 << 20);
+        let Later::Background(work) = later else { panic!("the rest is left") };
+        work.work();
+        assert_eq!(work.done(), 128 << 20);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use spec::Vm;
 use virtio::VirtioDevice;
 use virtio::blk::{Blk, BlkControl, BlkStats};
 use virtio::console::{Console, ConsolePort};
+use virtio::mem::MemDevice;
 use virtio::net::{Net, NetPort, NetStats};
 use virtio::rng::Rng;
 use virtio::stats::Counters;
@@ -19,6 +20,7 @@ use virtio::stats::Counters;
 use crate::bus::{Bus, Function};
 use crate::console::ConsoleIo;
 use crate::error::{Error, host};
+use crate::hotplug::{MemoryControl, Pieces};
 use crate::ledger::DeviceLedger;
 use crate::passthrough::Passthrough;
 
@@ -42,6 +44,8 @@ pub struct Registry {
     console: Option<ConsolePort>,
     /// Of each disk, if anybody may ask for changes.
     controls: Vec<DiskControl>,
+    /// The way to plug memory, if there is any to plug.
+    memory: Option<MemoryControl>,
     /// Input that the guest's console had no room for.
     waiting: Vec<u8>,
     /// What devices have to say to the user.
@@ -51,12 +55,17 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// Makes the devices that `vm` asks for and puts them on the bus, in the order the guest should find them; with `remote`
-    /// also the ways to change them while they run.
+    /// Makes the devices that `vm` asks for and puts them on the bus, in the order the guest should find them, the one for
+    /// memory over `pieces`; with `remote` also the ways to change them while they run.
     ///
     /// # Errors
     /// [`Error::Disk`] and [`Error::Net`] for what can't be opened, [`Error::Host`] when the host is out of something.
-    pub fn populate(vm: &Vm, bus: &mut Bus, io: &ConsoleIo, remote: bool) -> Result<Self, Error> {
+    pub fn populate(
+        vm: &Vm,
+        bus: &mut Bus,
+        io: &ConsoleIo,
+        (pieces, remote): (Option<Pieces>, bool),
+    ) -> Result<Self, Error> {
         let news = Arc::new(News::new().map_err(host("make an eventfd"))?);
         let mut out = Self { news: Some(Arc::clone(&news)), ..Self::default() };
         let mut add = |name: &str, device: Box<dyn VirtioDevice>| {
@@ -91,6 +100,13 @@ impl Registry {
             out.small.push(("rng", rng.counters().clone()));
             add("rng", Box::new(rng))?;
         }
+        if let Some(pieces) = pieces {
+            let memory = MemDevice::new(pieces.hot().clone(), Box::new(pieces), 0).reporting_to(&news);
+            out.small.push(("memory", memory.counters().clone()));
+            let control = memory.control();
+            let function = add("memory", Box::new(memory))?;
+            out.memory = Some(MemoryControl::new(control, function, vm.memory.at_start()));
+        }
         Ok(out)
     }
 
@@ -109,6 +125,12 @@ impl Registry {
     #[must_use]
     pub const fn passthrough(&self) -> Option<&Passthrough> {
         self.passthrough.as_ref()
+    }
+
+    /// The way to plug memory, if there is any to plug.
+    #[must_use]
+    pub const fn memory(&self) -> Option<&MemoryControl> {
+        self.memory.as_ref()
     }
 
     /// Descriptors for the main loop to watch, with tokens for [`Registry::on_ready`] that start at `first`.

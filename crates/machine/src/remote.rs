@@ -7,6 +7,7 @@ use std::io;
 
 use spec::{Command, DiskInfo, Info, Reply, ResizeDisk};
 
+use crate::hotplug::MemoryControl;
 use crate::registry::DiskControl;
 
 /// Whoever passes commands on.
@@ -22,10 +23,11 @@ pub trait Remote {
 pub struct Controls {
     info: Info,
     disks: Vec<DiskControl>,
+    memory: Option<MemoryControl>,
 }
 
 impl Controls {
-    pub(crate) fn new(vm: &spec::Vm, disks: Vec<DiskControl>) -> Self {
+    pub(crate) fn new(vm: &spec::Vm, disks: Vec<DiskControl>, memory: Option<MemoryControl>) -> Self {
         let known = vm.disks.iter().enumerate().map(|(number, disk)| DiskInfo {
             id: format!("disk{number}"),
             path: disk.path.clone(),
@@ -38,9 +40,11 @@ impl Controls {
             state: "Running".to_owned(),
             cpus: vm.cpus.count,
             memory: vm.memory.size,
+            memory_actual: vm.memory.size,
+            memory_most: vm.memory.size,
             disks: known.collect(),
         };
-        Self { info, disks }
+        Self { info, disks, memory }
     }
 
     /// Does what `command` says; waits for the host where it has to.
@@ -52,10 +56,25 @@ impl Controls {
                 for (disk, (control, _)) in info.disks.iter_mut().zip(&self.disks) {
                     disk.size = control.size();
                 }
+                if let Some(memory) = &self.memory {
+                    (info.memory, info.memory_actual, info.memory_most) =
+                        (memory.wanted(), memory.actual(), memory.most());
+                }
                 Reply::Info(info)
             }
             Command::ResizeDisk(resize) => self.resize(&resize).map_or_else(Reply::Refused, |()| Reply::Done),
+            Command::ResizeMemory(resize) => {
+                self.resize_memory(resize.desired_size).map_or_else(Reply::Refused, |()| Reply::Done)
+            }
         }
+    }
+
+    fn resize_memory(&self, bytes: u64) -> Result<(), String> {
+        let refused = |why: String| format!("memory can't be {} MiB: desired_size; {why}", bytes >> 20);
+        let Some(memory) = &self.memory else {
+            return Err(refused("start the machine with --memory SIZE,hotplug=SIZE".to_owned()));
+        };
+        memory.resize(bytes).map_err(refused)
     }
 
     fn resize(&self, wanted: &ResizeDisk) -> Result<(), String> {

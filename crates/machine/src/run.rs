@@ -129,12 +129,12 @@ fn guest_run(
     }
     let serving = match &mut remote {
         Some(remote) => {
-            let controls = Controls::new(vm, registry.take_controls());
+            let controls = Controls::new(vm, registry.take_controls(), registry.memory().cloned());
             Some(remote.started(controls).map_err(host("start a thread for the API"))?)
         }
         None => None,
     };
-    let background = Background::start(&later)?;
+    let background = Background::start(&later, registry.memory().filter(|_| vm.memory.boot.is_some()))?;
     let vcpus = start(vcpus, &vm.cpu_pin, &dispatch, &later, accounting)?;
     tell_costs(vm, io);
     let mut watched = Watch { dispatch: &dispatch, registry: &mut registry, timer: &timer, button: &*button };
@@ -147,7 +147,7 @@ fn guest_run(
     // Nobody asks for anything from here on; what was being done is done.
     drop(serving);
     if let Some(background) = background {
-        startup.ready = background.stop();
+        startup.ready += background.stop();
     }
     if let Later::Vcpus(work) = &later {
         startup.ready = work.done();

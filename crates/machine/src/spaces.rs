@@ -8,7 +8,7 @@ use std::any::Any;
 use std::io::{self, Write as _};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use base::Gpa;
+use base::{Gpa, Hva};
 use kvm::{IoAddress, Slot, Vm};
 use mem::GuestRam;
 use mem::space::{
@@ -125,7 +125,7 @@ impl Spaces {
         };
         let spaces = Self(Arc::new(inner));
         // SAFETY: `placed` keeps all memory for which there are slots, and every vCPU's thread keeps `placed`: regions of
-        // memory are made here and in `add_page` alone, which put the memory there first.
+        // memory are made here, in `make_pieces` and in `add_page` alone, which put the memory there first.
         let sink = unsafe { KvmSlots::new(vm) };
         spaces.0.memory.listen(Box::new(Slots::new(sink, vm.most_slots())))?;
         spaces.0.memory.listen(Box::new(Doorbells::new(vm, IoAddress::Mmio)))?;
@@ -147,6 +147,36 @@ impl Spaces {
     /// The listener's.
     pub fn follow(&self, listener: Box<dyn Listener<Device>>) -> Result<(), SpaceError> {
         self.0.memory.listen(listener)
+    }
+
+    /// Makes a region for each `piece` of the memory of `ram` that comes and goes, lowest first; they are nowhere yet.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn make_pieces(&self, ram: &GuestRam, piece: u64) -> Result<Vec<RegionId>, Error> {
+        let Some(hot) = ram.hot() else { return Ok(Vec::new()) };
+        self.0.keep(Arc::new(ram.clone()));
+        let host = hot.host().0;
+        Ok(self.0.memory.change(|tree| {
+            let pieces = (0..hot.size()).step_by(usize::try_from(piece).unwrap_or(usize::MAX));
+            pieces.map(|at| tree.region(piece.min(hot.size() - at), Kind::Ram(Hva(host + at)))).collect()
+        })?)
+    }
+
+    /// Puts pieces of memory that were made before where they are said to be, all at once.
+    ///
+    /// # Errors
+    /// [`SpaceError::Refused`] when a listener can't follow: none is there then.
+    pub fn put_pieces(&self, pieces: &[(RegionId, Gpa)]) -> Result<(), SpaceError> {
+        self.0.memory.change(|tree| pieces.iter().try_for_each(|(piece, at)| tree.place(ROOT, at.0, 0, *piece)))
+    }
+
+    /// Takes pieces away, all at once.
+    ///
+    /// # Errors
+    /// [`SpaceError::Refused`] when a listener can't follow: all are there then.
+    pub fn take_pieces(&self, pieces: &[RegionId]) -> Result<(), SpaceError> {
+        self.0.memory.change(|tree| pieces.iter().try_for_each(|piece| tree.unplace(*piece)))
     }
 
     /// Places a device of `size` bytes with its doorbells.

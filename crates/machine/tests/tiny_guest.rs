@@ -272,3 +272,34 @@ fn without_the_flag_the_port_is_nobodys() {
     let (report, _) = run(&code, |_| {});
     assert_eq!(report.outcome, Outcome::PowerOff);
 }
+
+#[test]
+fn machines_with_nodes_and_memory_to_plug_start_and_end() {
+    if !have_kvm() {
+        return;
+    }
+    for transport in [spec::Transport::Pci, spec::Transport::Mmio] {
+        let mut code = Code::new();
+        code.out(0x3f8, b'x').out(0x600, 0x34);
+        let change = |vm: &mut spec::Vm| {
+            vm.transport = transport;
+            vm.cpus.count = 2;
+            vm.memory = spec::Memory { nodes: 2, hotplug: 256 << 20, ..vm.memory.clone() };
+        };
+        let (report, output) = run_vm(&code, Accounting::On, change, |_| {});
+        assert_eq!((report.outcome, output.as_slice()), (Outcome::PowerOff, &b"x"[..]));
+        assert!(report.ledger.devices.iter().any(|device| device.name == "memory"));
+        let (report, _) = run_vm(
+            &code,
+            Accounting::On,
+            |vm| {
+                vm.transport = transport;
+                let (size, boot, prealloc) = (192 << 20, Some(64 << 20), spec::Prealloc::Background);
+                vm.memory = spec::Memory { size, boot, prealloc, ..vm.memory.clone() };
+            },
+            |_| {},
+        );
+        assert_eq!(report.outcome, Outcome::PowerOff);
+        assert!(report.ledger.startup.ready >= 64 << 20, "what it starts with is there");
+    }
+}

@@ -13,6 +13,8 @@ use base::Gpa;
 use base::mmap::{Advice, Mmap};
 use spec::{Memory, MemoryBacking, Pages, show_size};
 
+use crate::hot::Hot;
+use crate::layout::nodes;
 use crate::pool::Lent;
 use crate::ram::{GuestRam, MemError};
 
@@ -24,11 +26,23 @@ pub struct Backed {
     pub fell_back: Option<String>,
 }
 
-/// Guest memory for `ranges`, of `memory.size` bytes in all, as `memory` says.
+/// Memory that can be plugged: where, how much, in blocks of what size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ToPlug {
+    /// First address.
+    pub at: Gpa,
+    /// Bytes.
+    pub size: u64,
+    /// Bytes of a block.
+    pub block: u64,
+}
+
+/// Guest memory for `ranges`, with room `to_plug` more, as `memory` says: [`Memory::at_start`] and [`Memory::to_plug`] bytes.
 ///
 /// # Errors
 /// [`MemError`] with what to do. Nothing is left behind then.
-pub fn back(ranges: &[(Gpa, u64)], memory: &Memory) -> Result<Backed, MemError> {
+pub fn back(ranges: &[(Gpa, u64)], to_plug: Option<ToPlug>, memory: &Memory) -> Result<Backed, MemError> {
+    let plain = |ranges, memory| plain(ranges, to_plug, memory);
     let tried = match &memory.pool {
         Some(socket) => from_pool(ranges, memory.size, socket),
         None => plain(ranges, memory),
@@ -43,8 +57,7 @@ pub fn back(ranges: &[(Gpa, u64)], memory: &Memory) -> Result<Backed, MemError> 
     }
 }
 
-fn plain(ranges: &[(Gpa, u64)], memory: &Memory) -> Result<Backed, MemError> {
-    let page = memory.pages.bytes();
+fn plain(ranges: &[(Gpa, u64)], to_plug: Option<ToPlug>, memory: &Memory) -> Result<Backed, MemError> {
     if memory.pages.are_reserved() {
         enough_huge_pages(memory)?;
     }
@@ -52,18 +65,58 @@ fn plain(ranges: &[(Gpa, u64)], memory: &Memory) -> Result<Backed, MemError> {
     let mut parts = Vec::with_capacity(ranges.len());
     let mut offset = 0;
     for &(at, size) in ranges {
-        let refused = |source| MemError::Map { size, source };
-        let len = usize::try_from(size).map_err(|_| MemError::Layout(format!("{at} of {size} bytes")))?;
-        let align = usize::try_from(page.max(2 << 20)).unwrap_or(2 << 20);
-        let map = Mmap::reserved(len, align).map_err(refused)?;
-        map.put(0, len, file.as_ref().map(|f| (f.as_raw_fd(), offset)), flags(memory, file.is_some()))
-            .map_err(refused)?;
-        advise(&map, memory)?;
-        parts.push((at, map));
+        parts.push((at, run(at, size, file.as_ref().map(|f| (f.as_raw_fd(), offset)), memory, 0)?));
         offset += size;
     }
-    let plain = file.is_none() && !memory.is_shared() && !memory.pages.are_reserved() && memory.host_node.is_none();
-    Ok(Backed { ram: GuestRam::of(parts, None, plain)?, fell_back: None })
+    let plain = file.is_none()
+        && !memory.is_shared()
+        && !memory.pages.are_reserved()
+        && memory.host_node.is_none()
+        && memory.host_nodes.is_empty();
+    bind(&parts, ranges, memory)?;
+    let mut ram = GuestRam::of(parts, None, plain)?;
+    if let Some(ToPlug { at, size, block }) = to_plug {
+        // Pages that are set aside are taken when a block is plugged, which may fail then, and no sooner.
+        let place = file.as_ref().map(|f| (f.as_raw_fd(), offset));
+        let behind = run(at, size, place, memory, libc::MAP_NORESERVE)?;
+        if let Some(&node) = memory.host_nodes.first() {
+            // It is the first node's.
+            behind.bind_to_node(node).map_err(|source| MemError::Node { node, source })?;
+        }
+        ram = ram.with_hot(Hot::new(at, behind, block, memory.is_shared())?)?;
+    }
+    Ok(Backed { ram, fell_back: None })
+}
+
+/// Has the memory of each of the guest's nodes come from the host's node that is named for it.
+fn bind(parts: &[(Gpa, Mmap)], ranges: &[(Gpa, u64)], memory: &Memory) -> Result<(), MemError> {
+    for (&node, own) in memory.host_nodes.iter().zip(nodes(ranges, &memory.node_sizes())) {
+        for (at, len) in own {
+            let part = parts.iter().find(|(first, map)| (first.0..first.0 + map.len() as u64).contains(&at.0));
+            let Some((first, map)) = part else { continue };
+            // Both lie in the mapping.
+            let (from, len) = ((at.0 - first.0) as usize, len as usize);
+            map.bind_part_to_node(from, len, node).map_err(|source| MemError::Node { node, source })?;
+        }
+    }
+    Ok(())
+}
+
+/// One run of memory with its backing and its advice.
+fn run(
+    at: Gpa,
+    size: u64,
+    file: Option<(RawFd, u64)>,
+    memory: &Memory,
+    further: libc::c_int,
+) -> Result<Mmap, MemError> {
+    let refused = |source| MemError::Map { size, source };
+    let len = usize::try_from(size).map_err(|_| MemError::Layout(format!("{at} of {size} bytes")))?;
+    let align = usize::try_from(memory.pages.bytes().max(2 << 20)).unwrap_or(2 << 20);
+    let map = Mmap::reserved(len, align).map_err(refused)?;
+    map.put(0, len, file, flags(memory, file.is_some()) | further).map_err(refused)?;
+    advise(&map, memory)?;
+    Ok(map)
 }
 
 /// Flags of `mmap` for it.
@@ -105,7 +158,7 @@ fn advise(map: &Mmap, memory: &Memory) -> Result<(), MemError> {
 fn open(memory: &Memory) -> Result<Option<File>, MemError> {
     let file = match (memory.backing, &memory.path) {
         (MemoryBacking::Anonymous, _) => return Ok(None),
-        (MemoryBacking::File, Some(path)) => return open_path(path, memory.size).map(Some),
+        (MemoryBacking::File, Some(path)) => return open_path(path, memory.most()).map(Some),
         _ => memfd(memory.pages).map_err(|source| MemError::Backing {
             what: "no file in memory can be had".to_owned(),
             place: "memory.backing",
@@ -113,7 +166,8 @@ fn open(memory: &Memory) -> Result<Option<File>, MemError> {
             hint: "use backing=anonymous, or free some memory on the host",
         })?,
     };
-    file.set_len(memory.size).map_err(|source| MemError::Map { size: memory.size, source })?;
+    let size = memory.most();
+    file.set_len(size).map_err(|source| MemError::Map { size, source })?;
     Ok(Some(file))
 }
 
@@ -238,7 +292,7 @@ mod tests {
             {
                 let path = (backing == MemoryBacking::File).then(|| folder.path().join(format!("{pages:?}{shared:?}")));
                 let memory = Memory { backing, path, pages, shared, ..memory() };
-                works(&back(&RANGES, &memory).unwrap().ram);
+                works(&back(&RANGES, None, &memory).unwrap().ram);
             }
         }
     }
@@ -249,11 +303,33 @@ mod tests {
         for (shared, holds) in [(None, 0x5a), (Some(false), 0)] {
             let path = folder.path().join(format!("{shared:?}"));
             let memory = Memory { backing: MemoryBacking::File, path: Some(path.clone()), shared, ..memory() };
-            let backed = back(&RANGES, &memory).unwrap();
+            let backed = back(&RANGES, None, &memory).unwrap();
             backed.ram.write(Gpa((1 << 32) + 5), 0x5a_u8).unwrap();
             drop(backed);
             let bytes = std::fs::read(&path).unwrap();
             assert_eq!((bytes.len(), bytes[(32 << 20) + 5]), (48 << 20, holds));
+        }
+    }
+
+    #[test]
+    fn memory_to_plug_has_the_same_behind_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let to_plug = ToPlug { at: Gpa(6 << 30), size: 16 << 20, block: 2 << 20 };
+        for backing in [MemoryBacking::Anonymous, MemoryBacking::Memfd, MemoryBacking::File] {
+            let path = (backing == MemoryBacking::File).then(|| folder.path().join("file"));
+            let memory = Memory { hotplug: 16 << 20, backing, path: path.clone(), ..memory() };
+            let ram = back(&RANGES, Some(to_plug), &memory).unwrap().ram;
+            works(&ram);
+            let hot = ram.hot().unwrap();
+            hot.populate(Gpa(6 << 30), 16 << 20).unwrap_or_else(|e| eprintln!("skipped: {e}"));
+            hot.mark(Gpa(6 << 30), 16 << 20, true);
+            ram.write(Gpa((6 << 30) + 3), 0x77u8).unwrap();
+            let in_file = path.map(|path| std::fs::read(path).unwrap());
+            assert!(in_file.is_none_or(|bytes| bytes.len() == 64 << 20 && bytes[(48 << 20) + 3] == 0x77));
+            match hot.discard(Gpa(6 << 30), 2 << 20) {
+                Ok(()) => assert_eq!(ram.read::<u8>(Gpa((6 << 30) + 3)), Some(0), "{backing:?}"),
+                Err(e) => eprintln!("skipped: the file system makes no holes, {e}"),
+            }
         }
     }
 
@@ -267,13 +343,13 @@ mod tests {
             [(short.clone(), "too short"), (missing, "can't be opened"), ("/dev/null".into(), "no regular")]
         {
             let memory = Memory { backing: MemoryBacking::File, path: Some(path), ..memory() };
-            let said = back(&RANGES, &memory).err().unwrap().to_string();
+            let said = back(&RANGES, None, &memory).err().unwrap().to_string();
             assert!(said.contains(part) && said.contains("memory.path") && !said.contains('\n'), "{said}");
         }
         assert_eq!(std::fs::read(short).unwrap(), b"mine", "what was there is as it was");
         // A folder gives a file without a name, where the file system can do that.
         let memory = Memory { backing: MemoryBacking::File, path: Some(folder.path().into()), ..memory() };
-        match back(&RANGES, &memory) {
+        match back(&RANGES, None, &memory) {
             Ok(backed) => works(&backed.ram),
             Err(e) => eprintln!("skipped: {e}"),
         }
@@ -285,13 +361,13 @@ mod tests {
         // More than any host has set aside.
         let memory = Memory { size: 8 << 40, pages: Pages::Huge2M, ..Memory::default() };
         let ranges = [(Gpa(0), 8 << 40)];
-        let said = back(&ranges, &memory).err().unwrap().to_string();
+        let said = back(&ranges, None, &memory).err().unwrap().to_string();
         assert!(said.contains("4194304 pages of 2M") && said.contains("nr_hugepages"), "{said}");
         let memory = Memory { size: 48 << 20, pages: Pages::Huge1G, fallback: true, ..Memory::default() };
         // 48 MiB are no page at all: enough in any case.
         assert!(enough_huge_pages(&memory).is_ok() || !Path::new("/sys/kernel/mm/hugepages").exists());
         let memory = Memory { size: 8 << 40, pages: Pages::Huge2M, fallback: true, ..Memory::default() };
-        match back(&ranges, &memory) {
+        match back(&ranges, None, &memory) {
             Ok(backed) => assert!(backed.fell_back.unwrap().contains("transparent huge pages, since fallback=on")),
             // A host that overcommits nothing refuses so much.
             Err(e) => assert!(e.to_string().contains("cannot map"), "{e}"),
@@ -301,7 +377,14 @@ mod tests {
     #[test]
     fn a_node_that_is_not_there_is_named() {
         let memory = Memory { host_node: Some(1000), ..memory() };
-        let said = back(&RANGES, &memory).err().unwrap().to_string();
+        let said = back(&RANGES, None, &memory).err().unwrap().to_string();
         assert!(said.contains("node 1000") && said.contains("memory.host-node"), "{said}");
+        let memory = Memory { host_node: None, nodes: 2, host_nodes: vec![0, 1001], ..memory };
+        let said = back(&RANGES, None, &memory).err().unwrap().to_string();
+        assert!(said.contains("node 1001"), "{said}");
+        match back(&RANGES, None, &Memory { host_nodes: vec![0, 0], ..memory }) {
+            Ok(backed) => works(&backed.ram),
+            Err(e) => eprintln!("skipped: {e}"),
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! `machine` makes one [`GuestRam`] and the address spaces of each VM; `boot` and `virtio` read and write through it.
 
 pub mod backing;
+mod hot;
 mod layout;
 pub mod pool;
 pub mod prealloc;
@@ -15,7 +16,8 @@ mod readers;
 pub mod space;
 mod zero;
 
-pub use layout::{HIGH_START, LOW_END, ranges};
+pub use hot::Hot;
+pub use layout::{HIGH_START, LEAST_PIECE, LOW_END, nodes, piece_to_plug, ranges, room_to_plug};
 #[cfg(not(loom))]
 pub use publish::Published;
 pub use ram::{GuestRam, MemError, SharedRange};

@@ -44,7 +44,16 @@ impl Prealloc {
     /// All of `ram`, not yet begun.
     #[must_use]
     pub fn new(ram: &GuestRam, way: Way) -> Self {
-        let runs: Vec<(u64, u64)> = ram.regions().map(|(_, len, host)| (host.0, len)).collect();
+        Self::of(ram, ram.regions().map(|(_, len, host)| (host.0, len)).collect(), way)
+    }
+
+    /// The first `len` bytes of what can be plugged of `ram`, not yet begun: all of it where there is less.
+    #[must_use]
+    pub fn of_hot(ram: &GuestRam, len: u64, way: Way) -> Self {
+        Self::of(ram, ram.hot().map(|hot| (hot.host().0, len.min(hot.size()))).into_iter().collect(), way)
+    }
+
+    fn of(ram: &GuestRam, runs: Vec<(u64, u64)>, way: Way) -> Self {
         Self {
             _ram: ram.clone(),
             way,
@@ -77,6 +86,11 @@ impl Prealloc {
     /// Works until nothing is left to take. Any number of threads may, also while the guest runs: what memory holds does not
     /// change.
     pub fn work(&self) {
+        self.work_telling(|_| ());
+    }
+
+    /// The same for one thread alone, which tells after each piece how many bytes exist, from the first one on.
+    pub fn work_telling(&self, mut tell: impl FnMut(u64)) {
         while !self.stop.load(Ordering::Relaxed) {
             let from = self.next.fetch_add(PIECE, Ordering::Relaxed);
             if from >= self.total {
@@ -84,8 +98,9 @@ impl Prealloc {
             }
             if let Err(e) = self.piece(from, PIECE.min(self.total - from)) {
                 self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
-                self.stop();
+                return self.stop();
             }
+            tell(self.done());
         }
     }
 
@@ -178,6 +193,18 @@ mod tests {
             assert_eq!(resident(&ram), (69 << 20) / 4096, "{way:?}");
             assert_eq!(ram.read::<u16>(Gpa(0x1234)), Some(0xabcd));
         }
+    }
+
+    #[test]
+    fn what_can_be_plugged_becomes_ready_from_its_start_on() {
+        let behind = base::mmap::Mmap::anonymous(256 << 20).unwrap();
+        let hot = crate::Hot::new(Gpa(1 << 33), behind, 2 << 20, false).unwrap();
+        let ram = GuestRam::anonymous(&[(Gpa(0), 1 << 20)]).unwrap().with_hot(hot).unwrap();
+        let (work, mut told) = (Prealloc::of_hot(&ram, 150 << 20, Way::Populate), Vec::new());
+        work.work_telling(|done| told.push(done >> 20));
+        work.result().unwrap();
+        assert_eq!((told, work.total() >> 20), (vec![64, 128, 150], 150));
+        assert_eq!(Prealloc::of_hot(&ram, 1 << 40, Way::Touch).total(), 256 << 20);
     }
 
     #[test]

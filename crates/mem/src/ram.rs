@@ -15,6 +15,7 @@ use vm_memory::{
     GuestRegionMmap, MmapRegion, VolatileSlice,
 };
 
+use crate::hot::Hot;
 use crate::pool::Lent;
 
 /// What can go wrong with guest memory.
@@ -116,6 +117,8 @@ const ALIGN: usize = 2 << 20;
 #[derive(Clone, Debug)]
 pub struct GuestRam {
     map: Arc<GuestMemoryMmap<()>>,
+    /// Memory that comes and goes, past all that stays.
+    hot: Option<Arc<Hot>>,
     /// Owns the memory that `map` only points to; dropped with the last clone.
     owner: Arc<Owner>,
 }
@@ -167,7 +170,7 @@ impl GuestRam {
             regions.push(region);
         }
         let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
-        Ok(Self { map: Arc::new(map), owner: Arc::new(Owner { maps: owner, _lent: lent, plain }) })
+        Ok(Self { map: Arc::new(map), hot: None, owner: Arc::new(Owner { maps: owner, _lent: lent, plain }) })
     }
 
     /// Maps memory that another process owns, shared with it. A file that is shorter than its range is refused; one that
@@ -201,7 +204,7 @@ impl GuestRam {
         }
         regions.sort_by_key(GuestMemoryRegion::start_addr);
         let map = GuestMemoryMmap::from_regions(regions).map_err(|e| MemError::Layout(e.to_string()))?;
-        Ok(Self { map: Arc::new(map), owner: Arc::new(Owner { maps: owner, _lent: None, plain: false }) })
+        Ok(Self { map: Arc::new(map), hot: None, owner: Arc::new(Owner { maps: owner, _lent: None, plain: false }) })
     }
 
     /// Has the guest see `len` bytes of `file` from `offset` on at `at`, without a copy: the host's own pages of the file,
@@ -227,18 +230,44 @@ impl GuestRam {
         })
     }
 
-    /// The map as rust-vmm crates want it.
+    /// The same with memory that comes and goes, which must lie past all that stays.
+    ///
+    /// # Errors
+    /// [`MemError::Layout`] where it does not.
+    pub fn with_hot(self, hot: Hot) -> Result<Self, MemError> {
+        if self.regions().any(|(at, size, _)| at.0 + size > hot.start().0) {
+            return Err(MemError::Layout(format!("memory to plug at {} is not past all other", hot.start())));
+        }
+        Ok(Self { hot: Some(Arc::new(hot)), ..self })
+    }
+
+    /// Memory that comes and goes, if there is any. No method but this one and those that find bytes tells of it.
+    #[must_use]
+    pub const fn hot(&self) -> Option<&Arc<Hot>> {
+        self.hot.as_ref()
+    }
+
+    /// Where `len` bytes at `at` are to be looked for.
+    #[inline]
+    fn around(&self, at: Gpa, len: usize) -> &GuestMemoryMmap<()> {
+        match &self.hot {
+            Some(hot) if at >= hot.start() && hot.is_plugged(at, len as u64) => hot.map(),
+            _ => &self.map,
+        }
+    }
+
+    /// The map of what stays as rust-vmm crates want it.
     #[must_use]
     pub fn map(&self) -> &GuestMemoryMmap<()> {
         &self.map
     }
 
-    /// Every region, lowest first: guest address, size in bytes, host address.
+    /// Every region of what stays, lowest first: guest address, size in bytes, host address.
     pub fn regions(&self) -> impl Iterator<Item = (Gpa, u64, Hva)> + '_ {
         self.map.iter().map(|r| (Gpa(r.start_addr().0), r.len(), Hva(r.as_ptr() as u64)))
     }
 
-    /// Bytes of RAM in all regions.
+    /// Bytes of RAM in all these regions.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.map.iter().map(|r| r.len()).sum()
@@ -247,7 +276,7 @@ impl GuestRam {
     /// A bounded view of `len` bytes at `at`, or `None` if any byte of it is outside one region.
     #[must_use]
     pub fn slice(&self, at: Gpa, len: usize) -> Option<VolatileSlice<'_, impl BitmapSlice>> {
-        self.map.get_slice(GuestAddress(at.0), len).ok()
+        self.around(at, len).get_slice(GuestAddress(at.0), len).ok()
     }
 
     /// The same range as an I/O segment. The memory stays mapped while any clone of this value lives, which the holder of
@@ -261,12 +290,12 @@ impl GuestRam {
     /// Reads a plain value at `at`; `None` outside RAM.
     #[must_use]
     pub fn read<T: ByteValued>(&self, at: Gpa) -> Option<T> {
-        self.map.read_obj(GuestAddress(at.0)).ok()
+        self.around(at, size_of::<T>()).read_obj(GuestAddress(at.0)).ok()
     }
 
     /// Writes a plain value at `at`; `None` outside RAM.
     pub fn write<T: ByteValued>(&self, at: Gpa, value: T) -> Option<()> {
-        self.map.write_obj(value, GuestAddress(at.0)).ok()
+        self.around(at, size_of::<T>()).write_obj(value, GuestAddress(at.0)).ok()
     }
 
     /// Copies `data` into guest memory.
@@ -274,7 +303,7 @@ impl GuestRam {
     /// # Errors
     /// [`MemError::Outside`] if any byte falls outside RAM; some bytes may have been written.
     pub fn write_bytes(&self, at: Gpa, data: &[u8]) -> Result<(), MemError> {
-        self.map.write_slice(data, GuestAddress(at.0)).map_err(|_| MemError::Outside(at, data.len()))
+        self.around(at, data.len()).write_slice(data, GuestAddress(at.0)).map_err(|_| MemError::Outside(at, data.len()))
     }
 
     /// Copies guest memory into `data`.
@@ -282,18 +311,18 @@ impl GuestRam {
     /// # Errors
     /// [`MemError::Outside`] if any byte falls outside RAM.
     pub fn read_bytes(&self, at: Gpa, data: &mut [u8]) -> Result<(), MemError> {
-        self.map.read_slice(data, GuestAddress(at.0)).map_err(|_| MemError::Outside(at, data.len()))
+        self.around(at, data.len()).read_slice(data, GuestAddress(at.0)).map_err(|_| MemError::Outside(at, data.len()))
     }
 
     /// Atomic load of an aligned value; `None` outside RAM or misaligned.
     #[must_use]
     pub fn load<T: AtomicAccess>(&self, at: Gpa, order: Ordering) -> Option<T> {
-        self.map.load(GuestAddress(at.0), order).ok()
+        self.around(at, size_of::<T>()).load(GuestAddress(at.0), order).ok()
     }
 
     /// Atomic store of an aligned value; `None` outside RAM or misaligned.
     pub fn store<T: AtomicAccess>(&self, at: Gpa, value: T, order: Ordering) -> Option<()> {
-        self.map.store(value, GuestAddress(at.0), order).ok()
+        self.around(at, size_of::<T>()).store(value, GuestAddress(at.0), order).ok()
     }
 }
 

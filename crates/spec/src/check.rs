@@ -53,6 +53,10 @@ impl Vm {
         self.cpus.topology()?;
         crate::host_cpu::check(self)?;
         self.memory.check()?;
+        if self.memory.nodes > u16::from(self.cpus.count) {
+            let what = format!("{} nodes have no vCPU each with {} vCPUs", self.memory.nodes, self.cpus.count);
+            return Err(out_of_range("memory.nodes", what, "ask for fewer nodes, or for more vCPUs with --cpus"));
+        }
         crate::net::check(&self.nets)?;
         crate::vfio::check(&self.vfio, self.transport)?;
         check_disks(&self.disks)

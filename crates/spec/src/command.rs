@@ -12,6 +12,16 @@ pub enum Command {
     Info,
     /// Give a disk another size.
     ResizeDisk(ResizeDisk),
+    /// Give the machine more or less memory.
+    ResizeMemory(ResizeMemory),
+}
+
+/// A machine's new size.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResizeMemory {
+    /// Bytes that the guest is to have, those that it started with among them.
+    pub desired_size: u64,
 }
 
 /// A disk's new size.
@@ -44,8 +54,12 @@ pub struct Info {
     pub state: String,
     /// Virtual CPUs.
     pub cpus: u8,
-    /// Bytes of guest memory.
+    /// Bytes of guest memory that are wanted.
     pub memory: u64,
+    /// Bytes that the guest has now: less or more than wanted while it is about to plug or unplug.
+    pub memory_actual: u64,
+    /// Bytes that it can be given.
+    pub memory_most: u64,
     /// Its disks, in the order the guest sees them.
     pub disks: Vec<DiskInfo>,
 }

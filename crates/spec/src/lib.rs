@@ -26,13 +26,15 @@ pub use check::{
     MAX_QUEUES, MAX_SERIAL, MIN_BPS,
 };
 pub use coalesce::Coalesce;
-pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk};
+pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk, ResizeMemory};
 pub use cpu_features::{CpuidBits, CpuidRegister, cpu_features, cpuid_bits};
 pub use cpu_model::CpuModel;
 pub use cpus::{Cpus, Topology};
 pub use error::SpecError;
 pub use host_cpu::{CpuPin, DisableExits, HostCpus, MAX_HALT_POLL};
-pub use memory::{MAX_MEMORY, MAX_PREALLOC_THREADS, MIN_MEMORY, Memory, MemoryBacking, Pages, Prealloc};
+pub use memory::{
+    MAX_MEMORY, MAX_NODES, MAX_PREALLOC_THREADS, MIN_MEMORY, Memory, MemoryBacking, PLUG_UNIT, Pages, Prealloc,
+};
 pub use net::{Descriptors, MAX_NETS, Mac, Net, NetKind};
 pub use parse::{FromText, Word, parse_on_off, parse_port, parse_size, show_size};
 pub use text::{Said, said, said_each};

@@ -5,17 +5,22 @@
 
 use std::path::PathBuf;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::check::out_of_range;
 use crate::parse::{Group, parse_number};
-use crate::text::{on_off, size};
+use crate::text::{maybe_size, on_off, size};
 use crate::{FromText, SpecError, Word, parse_on_off, parse_size, show_size};
 
 /// Least guest memory in bytes: a distribution kernel doesn't unpack in less.
 pub const MIN_MEMORY: u64 = 16 << 20;
 /// Most guest memory in bytes; keeps every guest address below the 46 bits that all 64-bit hosts have.
 pub const MAX_MEMORY: u64 = 16 << 40;
+/// Memory that is plugged later comes in multiples of this many bytes.
+pub const PLUG_UNIT: u64 = 128 << 20;
+/// Most NUMA nodes of a guest.
+pub const MAX_NODES: u16 = 16;
 /// Most threads that make memory ready.
 pub const MAX_PREALLOC_THREADS: u16 = 256;
 
@@ -42,12 +47,23 @@ pub struct Memory {
     pub ksm: bool,
     /// The node of the host that all of it comes from.
     pub host_node: Option<u32>,
+    /// NUMA nodes of the guest, which share its CPUs and what memory it starts with; 1 is none to speak of.
+    pub nodes: u16,
+    /// Nodes of the host, of which each of the guest's has one.
+    #[serde(deserialize_with = "node_list")]
+    pub host_nodes: Vec<u32>,
     /// When it is made to exist, and by whom.
     pub prealloc: Prealloc,
     /// Threads that do it; `None` is one for each vCPU.
     pub prealloc_threads: Option<u16>,
     /// The socket of the pool that it comes from.
     pub pool: Option<PathBuf>,
+    /// Bytes that the guest may be given beyond its size, and lose again, while it runs.
+    #[serde(deserialize_with = "size")]
+    pub hotplug: u64,
+    /// Bytes that are there when the guest starts, where the rest of its size is plugged as it becomes ready.
+    #[serde(deserialize_with = "maybe_size")]
+    pub boot: Option<u64>,
 }
 
 impl Default for Memory {
@@ -61,9 +77,13 @@ impl Default for Memory {
             shared: None,
             ksm: false,
             host_node: None,
+            nodes: 1,
+            host_nodes: Vec::new(),
             prealloc: Prealloc::default(),
             prealloc_threads: None,
             pool: None,
+            hotplug: 0,
+            boot: None,
         }
     }
 }
@@ -175,9 +195,13 @@ impl FromText for Memory {
             "shared",
             "ksm",
             "host-node",
+            "nodes",
+            "host-nodes",
             "prealloc",
             "prealloc-threads",
             "pool",
+            "hotplug",
+            "boot",
         ];
         let group = Group::parse("memory", text, "size", KEYS)?;
         let default = Self::default();
@@ -192,18 +216,71 @@ impl FromText for Memory {
             shared: group.read("shared", parse_on_off)?,
             ksm: group.read("ksm", parse_on_off)?.unwrap_or(default.ksm),
             host_node: group.read("host-node", parse_number)?,
+            nodes: group.read("nodes", parse_number)?.unwrap_or(default.nodes),
+            host_nodes: group.read("host-nodes", parse_nodes)?.unwrap_or_default(),
             prealloc: prealloc.unwrap_or(default.prealloc),
             prealloc_threads: group.read("prealloc-threads", parse_number)?,
             pool,
+            hotplug: group.read("hotplug", |_, v| parse_size("memory", v))?.unwrap_or(default.hotplug),
+            boot: group.read("boot", |_, v| parse_size("memory", v))?,
         })
     }
 }
 
+/// `0:1:1`.
+fn parse_nodes(key: &str, text: &str) -> Result<Vec<u32>, SpecError> {
+    text.split(':').map(|number| parse_number(key, number)).collect()
+}
+
+/// Nodes as numbers in a list, or as in `host-nodes=`.
+fn node_list<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u32>, D::Error> {
+    /// Either form.
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Either {
+        List(Vec<u32>),
+        Text(String),
+    }
+    match Either::deserialize(deserializer)? {
+        Either::List(nodes) => Ok(nodes),
+        Either::Text(text) => parse_nodes("memory.host-nodes", &text).map_err(D::Error::custom),
+    }
+}
+
 impl Memory {
+    /// Bytes of each of the guest's nodes, of what it starts with: equal parts in whole pages of 2 MiB (or its own); the last
+    /// one has what is over.
+    #[must_use]
+    pub fn node_sizes(&self) -> Vec<u64> {
+        let (count, page) = (u64::from(self.nodes.max(1)), self.pages.bytes().max(2 << 20));
+        let part = self.at_start() / count / page * page;
+        let mut sizes = vec![part; usize::from(self.nodes.max(1))];
+        sizes.last_mut().into_iter().for_each(|last| *last = self.at_start() - part * (count - 1));
+        sizes
+    }
+
     /// Whether others may see its writes.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.shared.unwrap_or(self.backing != MemoryBacking::Anonymous)
+    }
+
+    /// Bytes that are there when the guest starts.
+    #[must_use]
+    pub fn at_start(&self) -> u64 {
+        self.boot.unwrap_or(self.size)
+    }
+
+    /// The most bytes that the guest may ever have.
+    #[must_use]
+    pub const fn most(&self) -> u64 {
+        self.size.saturating_add(self.hotplug)
+    }
+
+    /// Bytes that may be plugged while the guest runs; a multiple of [`PLUG_UNIT`].
+    #[must_use]
+    pub fn to_plug(&self) -> u64 {
+        self.most().saturating_sub(self.at_start())
     }
 
     pub(crate) fn check(&self) -> Result<(), SpecError> {
@@ -230,7 +307,54 @@ impl Memory {
             return Err(out_of_range("memory", what, hint));
         }
         self.check_backing()?;
-        self.check_prealloc()
+        self.check_prealloc()?;
+        self.check_hotplug()?;
+        self.check_nodes()
+    }
+
+    fn check_nodes(&self) -> Result<(), SpecError> {
+        let wrong = |key: &str, what: String, hint: &str| Err(out_of_range(format!("memory.{key}"), what, hint));
+        if !(1..=MAX_NODES).contains(&self.nodes) {
+            return wrong("nodes", format!("{} nodes can't be had", self.nodes), "use 1 to 16");
+        }
+        if self.nodes > 1 && self.node_sizes().contains(&0) {
+            let what = format!("{} are too little for {} nodes", show_size(self.at_start()), self.nodes);
+            return wrong("nodes", what, "ask for fewer nodes, more memory, or smaller pages");
+        }
+        let named = self.host_nodes.len();
+        if named > 0 && (named != usize::from(self.nodes) || self.host_node.is_some() || self.pool.is_some()) {
+            let what = format!("{named} nodes of the host for {} of the guest's", self.nodes);
+            return wrong("host-nodes", what, "name one for each, without host-node= and pool=");
+        }
+        Ok(())
+    }
+
+    fn check_hotplug(&self) -> Result<(), SpecError> {
+        let wrong = |key: &str, what: String, hint: &str| Err(out_of_range(format!("memory.{key}"), what, hint));
+        if self.most() > MAX_MEMORY {
+            let what = format!("{} and {} are too much together", show_size(self.size), show_size(self.hotplug));
+            return wrong("hotplug", what, "ask for at most 16T in all");
+        }
+        let unit = PLUG_UNIT.max(self.pages.bytes());
+        if !self.hotplug.is_multiple_of(unit) {
+            let what = format!("{} are not a multiple of {}", show_size(self.hotplug), show_size(unit));
+            return wrong("hotplug", what, "memory is plugged in such pieces");
+        }
+        if self.hotplug > 0 && self.pool.is_some() {
+            let what = "memory that is plugged comes from no pool".to_owned();
+            return wrong("hotplug", what, "take prealloc=pool or hotplug= out");
+        }
+        let Some(boot) = self.boot else { return Ok(()) };
+        if self.prealloc != Prealloc::Background {
+            let what = "only with prealloc=background the rest comes later".to_owned();
+            return wrong("boot", what, "add prealloc=background, or take boot= out");
+        }
+        if boot < MIN_MEMORY || boot > self.size || !(self.size - boot).is_multiple_of(unit) {
+            let what = format!("{} of {} can't be what a guest starts with", show_size(boot), show_size(self.size));
+            let hint = format!("it starts with at least 16M, and the rest is a multiple of {}", show_size(unit));
+            return Err(out_of_range("memory.boot", what, hint));
+        }
+        Ok(())
     }
 
     fn check_backing(&self) -> Result<(), SpecError> {
@@ -333,11 +457,53 @@ mod tests {
             ("512M,pages=1G", "smaller pages"),
             ("1G,prealloc=soon", "touch, populate, parallel"),
             ("1G,pages=3M", "thp, 4K, 2M or 1G"),
+            ("1G,nodes=0", "use 1 to 16"),
+            ("1G,nodes=17", "use 1 to 16"),
+            ("1G,nodes=2,pages=1G", "too little for 2 nodes"),
+            ("1G,nodes=2,host-nodes=0", "memory.host-nodes"),
+            ("1G,nodes=2,host-nodes=0:1,host-node=0", "without host-node="),
+            ("1G,nodes=2,host-nodes=0:x", "host-nodes"),
+            ("1G,hotplug=100M", "memory.hotplug"),
+            ("1G,hotplug=16T", "too much together"),
+            ("1G,hotplug=512M,pages=1G", "not a multiple of 1G"),
+            ("1G,hotplug=1G,prealloc=pool,pool=/x", "the pool's"),
+            ("1G,boot=512M", "prealloc=background"),
+            ("1G,boot=2G,prealloc=background", "can't be what a guest starts with"),
+            ("1G,boot=1000M,prealloc=background", "multiple of 128M"),
+            ("1G,boot=0,prealloc=background", "at least 16M"),
         ] {
             let said = said(text);
             assert!(said.contains(part) && !said.contains('\n'), "{text}: {said}");
         }
         assert_eq!(said("1G,prealloc=pool,pool=/run/pool,fallback=on"), "");
         assert_eq!(said("1G,ksm=on,prealloc=background,pages=4K"), "");
+        assert_eq!(said("2G,pages=1G,hotplug=8G"), "");
+    }
+
+    #[test]
+    fn nodes_have_equal_parts_in_whole_pages() {
+        let sizes = |text: &str| {
+            let memory = Memory::from_text(text).unwrap();
+            memory.check().unwrap();
+            memory.node_sizes().iter().map(|bytes| bytes >> 20).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes("1G"), [1024]);
+        assert_eq!(sizes("1G,nodes=3,host-nodes=0:0:1"), [340, 340, 344]);
+        assert_eq!(sizes("5G,nodes=2,pages=1G"), [2048, 3072]);
+        let table: Memory = serde_json::from_str(r#"{"size":"1G","nodes":2,"host-nodes":[0,1]}"#).unwrap();
+        assert_eq!(table, Memory::from_text("1G,nodes=2,host-nodes=0:1").unwrap());
+    }
+
+    #[test]
+    fn what_comes_later_is_what_is_not_there_at_the_start() {
+        let parts = |text: &str| {
+            let memory = Memory::from_text(text).unwrap();
+            memory.check().unwrap();
+            [memory.at_start(), memory.to_plug(), memory.most()].map(|bytes| bytes >> 20)
+        };
+        assert_eq!(parts("1G"), [1024, 0, 1024]);
+        assert_eq!(parts("1G,hotplug=2G"), [1024, 2048, 3072]);
+        assert_eq!(parts("8G,prealloc=background,boot=512M"), [512, 7680, 8192]);
+        assert_eq!(parts("8G,prealloc=background,boot=512M,hotplug=1G"), [512, 8704, 9216]);
     }
 }

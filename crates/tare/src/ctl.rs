@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 use lexopt::{Arg, Parser};
-use spec::{Command, Reply, ResizeDisk, parse_size};
+use spec::{Command, Reply, ResizeDisk, ResizeMemory, parse_size};
 
 use crate::exit::{Exit, Failure};
 use crate::flags::{Asked, lexed, once, text_of};
@@ -18,6 +18,8 @@ Asks a machine that was started with `tare run --api SOCKET`.
 commands:
   info                                what the machine is, and its disks, as JSON
   resize-disk --disk ID --size SIZE   makes a disk larger, with K, M, G or T; ID is as in info
+  resize-memory --size SIZE           tells the guest to have so much memory in all; it needs
+                                      --memory SIZE,hotplug=SIZE; info says what it has
 
 exit codes:
   0  it is done
@@ -55,6 +57,8 @@ pub fn parse(args: &mut Parser) -> Result<Asked<Ctl>, Failure> {
     let command = match (name.as_deref(), disk, size) {
         (Some("info"), None, None) => Command::Info,
         (Some("resize-disk"), Some(id), Some(desired_size)) => Command::ResizeDisk(ResizeDisk { id, desired_size }),
+        (Some("resize-memory"), None, Some(desired_size)) => Command::ResizeMemory(ResizeMemory { desired_size }),
+        (Some("resize-memory"), ..) => return Err(missing("resize-memory needs --size SIZE and no --disk")),
         (Some("info"), ..) => return Err(missing("info takes no --disk and no --size")),
         (Some("resize-disk"), ..) => return Err(missing("resize-disk needs --disk ID and --size SIZE")),
         (Some(other), ..) => return Err(missing(&format!("unknown command `{other}`"))),
@@ -101,6 +105,11 @@ mod tests {
         ] {
             assert_eq!(asked(&args), Ok(Asked::Do(Ctl { socket: "s".into(), command: resize.clone() })));
         }
+        let memory = Command::ResizeMemory(ResizeMemory { desired_size: 3 << 30 });
+        assert_eq!(
+            asked(&["resize-memory", "--size=3G", "--api", "s"]),
+            Ok(Asked::Do(Ctl { socket: "s".into(), command: memory }))
+        );
         assert_eq!(asked(&["info", "--api=s"]), Ok(Asked::Do(Ctl { socket: "s".into(), command: Command::Info })));
         assert_eq!(asked(&["-h"]), Ok(Asked::Help));
     }
@@ -112,6 +121,7 @@ mod tests {
         assert_eq!(says(&["--api", "s"]), "no command: command line; see `tare ctl --help`");
         assert_eq!(says(&["--api", "s", "stop"]), "unknown command `stop`: command line; see `tare ctl --help`");
         assert!(says(&["--api", "s", "resize-disk", "--size", "1G"]).starts_with("resize-disk needs --disk ID"));
+        assert!(says(&["--api", "s", "resize-memory"]).starts_with("resize-memory needs --size"));
         assert!(says(&["--api", "s", "info", "--size", "1G"]).starts_with("info takes no --disk"));
         assert!(
             says(&["--api", "s", "resize-disk", "--disk", "d", "--size", "big"])

@@ -9,12 +9,16 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 
+use base::Gpa;
+use base::mmap::Mmap;
 use block::{Disk, MemImage};
-use mem::GuestRam;
+use mem::{GuestRam, Hot};
 use virtio::blk::Blk;
 use virtio::console::TerminalSize;
 use virtio::device::{VirtioDevice, status};
+use virtio::mem::{MemDevice, Place};
 use virtio::net::{Net, feature};
 use virtio::{Console, Rng};
 
@@ -185,6 +189,81 @@ pub fn rng_ops(data: &[u8]) {
     let mut input = Input(data);
     let (play, _) = Play::new(&mut input);
     play.run(&mut input, Box::new(Rng::new()), |_| false);
+}
+
+/// What a memory device asks of its machine, done at once, or refused every so many times.
+pub struct Places {
+    hot: Arc<Hot>,
+    refuse: Option<u64>,
+    asked: u64,
+}
+
+impl Places {
+    /// Over `hot`; the host has no more each `refuse`-th time, if ever.
+    #[must_use]
+    pub const fn new(hot: Arc<Hot>, refuse: Option<u64>) -> Self {
+        Self { hot, refuse, asked: 0 }
+    }
+}
+
+impl Place for Places {
+    fn plug(&mut self, at: Gpa, len: u64) -> io::Result<()> {
+        assert!(!self.hot.is_any_plugged(at, len), "nothing is plugged twice");
+        self.asked += 1;
+        if self.refuse.is_some_and(|each| self.asked.is_multiple_of(each)) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        Ok(())
+    }
+
+    fn unplug(&mut self, at: Gpa, len: u64) -> io::Result<()> {
+        assert!(!self.hot.is_any_plugged(at, len), "nobody finds it any more");
+        self.hot.discard(at, len)
+    }
+}
+
+/// Where [`hot_ram`] has memory to plug.
+pub const HOT: Gpa = Gpa(0x1_0000_0000);
+
+/// Guest memory of 1 MiB, and `blocks` blocks of 2 MiB to plug, from [`HOT`] on.
+///
+/// # Panics
+/// When the host has none.
+#[must_use]
+#[allow(clippy::expect_used)] // a test without memory can only stop
+pub fn hot_ram(blocks: u64) -> (GuestRam, Arc<Hot>) {
+    let behind = Mmap::anonymous((blocks << 21) as usize).expect("memory for a test guest");
+    let hot = Hot::new(HOT, behind, 2 << 20, false).expect("whole blocks");
+    let ram = crate::ram(0x10_0000).with_hot(hot).expect("memory past the rest");
+    let hot = ram.hot().expect("it was just put there").clone();
+    (ram, hot)
+}
+
+/// Runs one input on the memory device, whose host changes its mind and may run out of memory. Whatever the driver does, what
+/// is plugged is what it was granted.
+///
+/// # Panics
+/// As [`blk_ops`].
+pub fn mem_ops(data: &[u8]) {
+    let mut input = Input(data);
+    let (mut play, like) = Play::new(&mut input);
+    let (ram, hot) = hot_ram(200);
+    play.ram = ram;
+    let refuse = (like & 1 != 0).then_some(3);
+    let device = MemDevice::new(hot.clone(), Box::new(Places::new(hot.clone(), refuse)), 16 << 21);
+    let control = device.control();
+    // A request that makes sense is where the first chain of a driver that behaves would have it.
+    let request = [&[0u8; 8][..], &HOT.0.to_le_bytes(), &[2, 0, 0, 0, 0, 0, 0, 0]].concat();
+    let _ = play.ram.write_bytes(Gpa(0x8000), &request);
+    let mut most = control.requested();
+    play.run(&mut input, Box::new(device), |input| {
+        let _ = control.request(u64::from(input.u8()) << 21);
+        most = most.max(control.requested());
+        let marked = (0..200).filter(|block| hot.is_plugged(Gpa(HOT.0 + (block << 21)), 1)).count() as u64;
+        assert_eq!(marked << 21, control.plugged(), "what is counted is what is marked");
+        assert!(control.plugged() <= most, "and no more than was ever granted");
+        true
+    });
 }
 
 /// A pipe.

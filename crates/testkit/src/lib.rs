@@ -17,7 +17,7 @@ pub mod qcow2;
 pub mod sink;
 
 pub use code::Code;
-pub use device_ops::{blk_ops, console_ops, net_ops, rng_ops};
+pub use device_ops::{HOT, Places, blk_ops, console_ops, hot_ram, mem_ops, net_ops, rng_ops};
 pub use driver::{Buf, GuestQueue};
 pub use faces::{MmioFace, PciFace};
 pub use guest::{Face, Guest, Register};

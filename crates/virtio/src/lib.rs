@@ -3,13 +3,14 @@
 //!
 //! A guest is hostile: whatever it writes into rings, registers or requests ends in a [`GuestFault`] with one exact answer,
 //! never in a panic, an endless loop or an access outside its own memory. `machine` builds devices and places them on the
-//! bus; devices run on their own threads (disks, NICs) or on the thread of the vCPU that kicked them (console, entropy).
+//! bus; devices run on their own threads (disks, NICs) or on the thread of the vCPU that kicked them (console, entropy, memory).
 
 pub mod blk;
 pub mod coalesce;
 pub mod console;
 pub mod device;
 pub mod fault;
+pub mod mem;
 pub mod net;
 pub mod queue;
 pub mod rng;
@@ -17,6 +18,7 @@ pub mod stats;
 pub mod throttle;
 pub mod transport;
 
+pub use self::mem::MemDevice;
 pub use console::{Console, ConsolePort};
 pub use device::{Activation, ActiveQueue, DeviceStatus, Interrupt, QueueIrq, VirtioDevice};
 pub use fault::{Answer, GuestFault};

@@ -9,7 +9,7 @@ use base::Gpa;
 use mem::GuestRam;
 use proptest::prelude::*;
 use testkit::ops::random_bytes;
-use testkit::{Buf, GuestQueue, blk_ops, console_ops, net_ops, rng_ops, virtqueue_ops};
+use testkit::{Buf, GuestQueue, blk_ops, console_ops, mem_ops, net_ops, rng_ops, virtqueue_ops};
 use virtio::{Chain, features};
 
 #[derive(Clone, Debug)]
@@ -157,6 +157,6 @@ fn random_bytes_do_no_harm() {
         let mut data = random_bytes(seed, 64 + (seed as usize * 37) % 2000);
         // Everything gets its share, with every set of features and behind both faces.
         data[0] = (seed / 5) as u8;
-        [virtqueue_ops, blk_ops, net_ops, console_ops, rng_ops][(seed % 5) as usize](&data);
+        [virtqueue_ops, blk_ops, net_ops, console_ops, rng_ops, mem_ops][(seed % 6) as usize](&data);
     }
 }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! ACPI tables (ACPI 6.5): hardware-reduced, so that the guest probes no PIC, PIT, RTC or PM timer.
 //!
-//! `load` calls [`write`]. RSDP, DSDT, FADT, MADT, MCFG and XSDT lie one after another in the BIOS area.
+//! `load` calls [`write`]. RSDP, DSDT, FADT, MADT, MCFG, SRAT, SLIT and XSDT lie one after another in the BIOS area.
 
 mod dsdt;
 mod fadt;
+mod numa;
 
 use acpi_tables::Aml;
 use acpi_tables::madt::{EnabledStatus, IoApic, LocalInterruptController, MADT, ProcessorLocalApic};
@@ -35,6 +36,9 @@ pub fn write(ram: &GuestRam, platform: &Platform) -> Result<Gpa, BootError> {
         let mut mcfg = MCFG::new(OEM, OEM_TABLE, OEM_REVISION);
         mcfg.add_ecam(ecam.base.0, 0, 0, ecam.last_bus());
         tables.push(place.put(&bytes(&mcfg))?);
+    }
+    for table in [numa::srat(ram, platform), numa::slit(platform)].into_iter().flatten() {
+        tables.push(place.put(table.as_slice())?);
     }
     let mut xsdt = XSDT::new(OEM, OEM_TABLE, OEM_REVISION);
     for at in tables {

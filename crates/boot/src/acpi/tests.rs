@@ -103,6 +103,55 @@ fn virtio_registers_are_described_with_memory_and_interrupt() {
     }
 }
 
+/// Two nodes with three ranges, and room for more.
+fn with_nodes() -> Platform {
+    let node = |ids: &[u32], memory: &[(u64, u64)]| crate::Node {
+        apic_ids: ids.to_vec(),
+        memory: memory.iter().map(|(at, len)| (Gpa(*at), *len)).collect(),
+    };
+    let nodes = vec![
+        node(&[0, 2], &[(0, 0xc000_0000), (0x1_0000_0000, 0x4000_0000)]),
+        node(&[1], &[(0x1_4000_0000, 0x1234_5000)]),
+    ];
+    Platform { apic_ids: vec![0, 1, 2], nodes, to_plug: Some((Gpa(0x2_0000_0000), 0x8000_0000)), ..platform() }
+}
+
+#[test]
+fn nodes_and_room_for_more_are_in_srat_and_slit() {
+    let t = tables(&with_nodes());
+    let s = &t["SRAT"];
+    assert_eq!((s[8], &s[36..40]), (3, &[1u8, 0, 0, 0][..]));
+    let cpu = |node: u8, id: u8| {
+        let mut out = [0; 16];
+        [out[0], out[1], out[2], out[3], out[4]] = [0, 16, node, id, 1];
+        out.to_vec()
+    };
+    let memory = |node: u8, at: u64, len: u64, flags: u8| {
+        let mut out = vec![1, 40, node, 0, 0, 0, 0, 0];
+        out.extend(at.to_le_bytes());
+        out.extend(len.to_le_bytes());
+        out.extend([0, 0, 0, 0, flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        out
+    };
+    let want = [
+        cpu(0, 0),
+        cpu(0, 2),
+        memory(0, 0, 0xc000_0000, 1),
+        memory(0, 0x1_0000_0000, 0x4000_0000, 1),
+        cpu(1, 1),
+        memory(1, 0x1_4000_0000, 0x1234_5000, 1),
+        memory(0, 0x2_0000_0000, 0x8000_0000, 3),
+    ];
+    assert_eq!(s[48..], want.concat());
+    assert_eq!(t["SLIT"][36..], [2, 0, 0, 0, 0, 0, 0, 0, 10, 20, 20, 10]);
+    // Room alone is a node with all there is.
+    let t = tables(&Platform { nodes: Vec::new(), ..with_nodes() });
+    let ram = memory(0, 0, 2 << 20, 1);
+    let want = [cpu(0, 0), cpu(0, 1), cpu(0, 2), ram, memory(0, 0x2_0000_0000, 0x8000_0000, 3)];
+    assert_eq!(t["SRAT"][48..], want.concat());
+    assert!(!t.contains_key("SLIT") && !tables(&platform()).contains_key("SRAT"));
+}
+
 #[test]
 fn what_is_absent_is_not_described() {
     let mut p = platform();
@@ -121,7 +170,16 @@ fn the_most_a_platform_may_have_fits() {
     p.ecam = Some(crate::Ecam { base: Gpa(0x20_0000_0000), buses: 256 });
     p.conf1 = true;
     p.virtio_mmio = (0..64).map(registers).collect();
-    assert_eq!(tables(&p)["APIC"].len(), 44 + 64 * 8 + 12);
+    let node = |number: u32| crate::Node {
+        apic_ids: (number * 4..number * 4 + 4).map(|n| n * 3).collect(),
+        memory: vec![(Gpa(u64::from(number) << 30), 1 << 30)],
+    };
+    p.nodes = (0..Platform::MAX_NODES as u32).map(node).collect();
+    p.to_plug = Some((Gpa(1 << 45), 1 << 40));
+    assert!(p.check().is_ok());
+    let t = tables(&p);
+    assert_eq!(t["APIC"].len(), 44 + 64 * 8 + 12);
+    assert_eq!((t["SRAT"].len(), t["SLIT"].len()), (48 + 64 * 16 + 17 * 40, 44 + 16 * 16));
 }
 
 #[test]
@@ -130,7 +188,7 @@ fn acpica_disassembles_and_compiles_them_without_a_word() {
     high.ecam = Some(crate::Ecam { base: Gpa(0x20_0000_0000), buses: 256 });
     high.conf1 = true;
     high.virtio_mmio = (0..5).map(registers).collect();
-    for p in [platform(), high] {
+    for p in [platform(), high, with_nodes()] {
         let dir = tempfile::tempdir().unwrap();
         for (name, table) in tables(&p) {
             std::fs::write(dir.path().join(format!("{name}.aml")), table).unwrap();

@@ -14,6 +14,7 @@ mod killed;
 mod lab;
 mod leftovers;
 mod machine;
+mod memory;
 mod network;
 mod passthrough;
 mod refusals;

@@ -57,7 +57,7 @@ fn memory(socket: &Path) -> Memory {
 fn start(socket: &Path) -> Result<GuestRam, MemError> {
     // In two ranges, of which neither ends where a piece does.
     let ranges = [(Gpa(0), 0x20_3000), (Gpa(1 << 32), GUEST - 0x20_3000)];
-    back(&ranges, &memory(socket)).map(|backed| backed.ram)
+    back(&ranges, None, &memory(socket)).map(|backed| backed.ram)
 }
 
 /// Leaves something in every page, the ends included.
@@ -135,7 +135,7 @@ fn more_than_there_is_is_refused_in_one_line() {
         "{said}"
     );
     let fallback = Memory { fallback: true, ..memory(&socket) };
-    let backed = back(&[(Gpa(0), GUEST)], &fallback).unwrap();
+    let backed = back(&[(Gpa(0), GUEST)], None, &fallback).unwrap();
     assert!(backed.fell_back.unwrap().contains("since fallback=on"));
     search(&backed.ram);
     drop(held);
@@ -154,7 +154,7 @@ fn strangers_get_nothing_and_take_nothing() {
         let _ = stranger.write_all(bytes);
     }
     let huge = Memory { size: 1 << 40, ..memory(&socket) };
-    assert!(back(&[(Gpa(0), 1 << 40)], &huge).is_err());
+    assert!(back(&[(Gpa(0), 1 << 40)], None, &huge).is_err());
     search_all(&pool, &socket);
 }
 

@@ -88,7 +88,7 @@ fn ask(socket: &Path, size: u64) -> Option<(Duration, Duration)> {
     let ranges = mem::ranges(size);
     for _ in 0..600 {
         let begun = Instant::now();
-        let Ok(backed) = back(&ranges, &memory) else {
+        let Ok(backed) = back(&ranges, None, &memory) else {
             std::thread::sleep(Duration::from_millis(50));
             if !socket.exists() {
                 return None;

@@ -84,7 +84,7 @@ pub fn qemu(size: u64, pages: Pages, threads: usize) -> Option<Duration> {
 fn tare(size: u64, pages: Pages, way: Way, threads: usize) -> Option<Duration> {
     let memory = Memory { size, pages, ..Memory::default() };
     let (ready, took) = timed(|| {
-        let backed = back(&mem::ranges(size), &memory).ok()?;
+        let backed = back(&mem::ranges(size), None, &memory).ok()?;
         let work = Prealloc::new(&backed.ram, way);
         std::thread::scope(|scope| {
             (0..threads).for_each(|_| drop(scope.spawn(|| work.work())));

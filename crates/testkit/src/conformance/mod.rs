@@ -87,13 +87,14 @@ fn start<F: Face>(guest: &mut Guest<F>, queues: &[GuestQueue]) {
 }
 
 /// A request that a device of this kind serves at once, as a chain of buffers that are filled already: a block read, a
-/// packet to send, a line to print, bytes to fill.
+/// packet to send, a line to print, bytes to fill, a block to plug.
 fn job(kind: u16, ram: &GuestRam) -> Vec<Buf> {
     assert!(ram.write_bytes(Gpa(0x8000), &[0; 0x100]).is_ok(), "the request is in memory");
     match kind {
         1 => vec![Buf::read(0x8000, 12 + 60)],
         2 => vec![Buf::read(0x8000, 16), Buf::write(0x9000, 512), Buf::write(0xa000, 1)],
         3 => vec![Buf::read(0x8000, 16)],
+        24 => vec![Buf::read(0x8000, 24), Buf::write(0x9000, 10)],
         _ => vec![Buf::write(0x8000, 64)],
     }
 }

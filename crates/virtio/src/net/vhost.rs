@@ -146,7 +146,9 @@ impl Vhost {
 
     fn set_memory(&self, ram: &GuestRam) -> io::Result<()> {
         let mut table = Memory { count: 0, padding: 0, regions: [Region::default(); REGIONS] };
-        for (guest, len, host) in ram.regions() {
+        // Of memory that comes and goes the kernel knows all: what is not plugged it can reach, and nobody else finds it.
+        let hot = ram.hot().map(|hot| (hot.start(), hot.size(), hot.host()));
+        for (guest, len, host) in ram.regions().chain(hot) {
             let slot = table.regions.get_mut(table.count as usize);
             let slot = slot.ok_or_else(|| io::Error::other("guest memory is in too many pieces"))?;
             *slot = Region { guest: guest.0, len, host: host.0, flags: 0 };

@@ -7,7 +7,7 @@
 
 use std::sync::atomic::{AtomicU16, Ordering, fence};
 
-use base::{Hva, Seg};
+use base::{Gpa, Hva, Seg};
 use mem::GuestRam;
 
 use super::{Chain, MAX_SIZE};
@@ -309,7 +309,9 @@ impl Queue {
                 return Some(Seg { ptr: region.host.wrapping_add(offset as usize), len: len as usize });
             }
         }
-        None
+        // Memory that comes and goes knows itself what of it is there.
+        self.ram.hot()?;
+        self.ram.seg(Gpa(at), len as usize)
     }
 
     /// Gives the chain of `head` back with `written` bytes written; the driver may see it at once. A head that is not
