@@ -283,7 +283,7 @@ fn machines_with_nodes_and_memory_to_plug_start_and_end() {
         code.out(0x3f8, b'x').out(0x600, 0x34);
         let change = |vm: &mut spec::Vm| {
             vm.transport = transport;
-            vm.cpus.count = 2;
+            (vm.cpus.count, vm.cpus.sockets) = (2, Some(2));
             vm.memory = spec::Memory { nodes: 2, hotplug: 256 << 20, ..vm.memory.clone() };
         };
         let (report, output) = run_vm(&code, Accounting::On, change, |_| {});

@@ -53,9 +53,12 @@ impl Vm {
         self.cpus.topology()?;
         crate::host_cpu::check(self)?;
         self.memory.check()?;
-        if self.memory.nodes > u16::from(self.cpus.count) {
-            let what = format!("{} nodes have no vCPU each with {} vCPUs", self.memory.nodes, self.cpus.count);
-            return Err(out_of_range("memory.nodes", what, "ask for fewer nodes, or for more vCPUs with --cpus"));
+        let sockets = self.cpus.topology()?.sockets;
+        if !u16::from(sockets).is_multiple_of(self.memory.nodes) {
+            // The CPUs of a socket share a cache, which no kernel believes of CPUs in different nodes.
+            let what = format!("{} nodes can't share {sockets} sockets of CPUs", self.memory.nodes);
+            let hint = format!("give each node sockets of its own, such as --cpus N,sockets={}", self.memory.nodes);
+            return Err(out_of_range("memory.nodes", what, hint));
         }
         crate::net::check(&self.nets)?;
         crate::vfio::check(&self.vfio, self.transport)?;
@@ -208,6 +211,10 @@ mod tests {
     #[test]
     fn says_what_where_and_what_to_do() {
         assert_eq!(message(|v| v.cpus.count = 65), "65 virtual CPUs can't be made: cpus; ask for 1 to 64");
+        assert_eq!(
+            message(|v| (v.memory.nodes, v.cpus.count) = (2, 4)),
+            "2 nodes can't share 1 sockets of CPUs: memory.nodes; give each node sockets of its own, such as --cpus N,sockets=2"
+        );
         assert_eq!(
             message(|v| v.memory.size = 1024),
             "1K is too little: memory; a plain number counts bytes, so for 1024 MiB write 1024M"
