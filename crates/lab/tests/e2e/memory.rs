@@ -33,6 +33,7 @@ for transport in pci mmio; do
         ctl resize-memory --size 768M
         says grown
         ctl info
+        says filled
         ctl resize-memory --size 320M
         says shrunk
         ctl info
@@ -41,7 +42,7 @@ for transport in pci mmio; do
         ctl resize-memory --size 257M 2>&1
     ) >/lab/asked &
     FILL='mount -t tmpfs -o size=90% t /mnt;dd if=/dev/zero of=/mnt/f bs=1M count=400 2>/dev/null && echo filled;rm /mnt/f;'
-    MEMORY=256M,hotplug=512M guest "$HAS;$GROWN;$SHRUNK;echo first \$(h);more 700;$FILL less 300;sleep 3;echo last \$(h);$OFF" \
+    MEMORY=256M,hotplug=512M guest "$HAS;$GROWN;$SHRUNK;echo first \$(h);more 620;$FILL less 300;sleep 3;echo last \$(h);$OFF" \
         --transport $transport --api /lab/api >/lab/out
     wait
     echo "== $transport"
@@ -76,7 +77,7 @@ fn a_guest_starts_with_a_part_and_ends_with_all_of_its_memory() {
         &format!(
             "{PREPARE}{}",
             r#"
-MEMORY=1G,prealloc=background,boot=256M guest "$HAS;$GROWN;echo first \$(h);more 950;$OFF" --ledger /lab/ledger
+MEMORY=1G,prealloc=background,boot=256M guest "$HAS;$GROWN;echo first \$(h);more 880;$OFF" --ledger /lab/ledger
 grep -E '"(ready|prealloc)"' /lab/ledger
 "#
         ),
