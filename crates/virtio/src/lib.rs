@@ -10,6 +10,7 @@ pub mod coalesce;
 pub mod console;
 pub mod device;
 pub mod fault;
+mod inline;
 pub mod mem;
 pub mod net;
 pub mod queue;

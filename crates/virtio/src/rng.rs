@@ -1,75 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The entropy device (virtio 1.2, 5.4): the kernel's random bytes straight into guest memory.
 //!
-//! Its one queue is kicked inline: filling a request takes less time than waking a thread, and the guest waits for it.
+//! `machine` gives each guest one. It has no thread: see `inline`.
 
 use std::io;
 use std::sync::Arc;
 
 use base::Seg;
 
-use crate::device::{Activation, ActiveQueue, DeviceStatus, VirtioDevice};
-use crate::fault::{Answer, GuestFault};
+use crate::device::{Activation, VirtioDevice};
+use crate::fault::GuestFault;
+use crate::inline::InlineQueue;
 use crate::queue::Chain;
 use crate::stats::Counters;
 
 /// The most random bytes one request gets. The used length tells the driver how many there are.
 pub const MAX_BYTES: usize = 64 * 1024;
-/// Rounds of draining the queue that one kick may cause; a guest that still adds requests waits for its next kick.
-const MAX_ROUNDS: usize = 16;
 
 /// The device.
 pub struct Rng {
-    live: Option<(ActiveQueue, Arc<DeviceStatus>)>,
-    chain: Chain,
-    counters: Arc<Counters>,
+    queue: InlineQueue,
 }
 
 impl Rng {
     /// An entropy device.
     #[must_use]
     pub fn new() -> Self {
-        Self { live: None, chain: Chain::new(), counters: Arc::default() }
+        Self { queue: InlineQueue::new() }
     }
 
     /// What it counts.
     #[must_use]
     pub const fn counters(&self) -> &Arc<Counters> {
-        &self.counters
-    }
-
-    fn run(&mut self) {
-        let Some((queue, status)) = &mut self.live else { return };
-        for _ in 0..MAX_ROUNDS {
-            loop {
-                match queue.ring.pop(&mut self.chain) {
-                    Ok(true) => {}
-                    Ok(false) => break,
-                    Err(fault) => {
-                        status.needs_reset(fault);
-                        return;
-                    }
-                }
-                let written = match fill(self.chain.writable()) {
-                    Ok(n) => n,
-                    // Each fault has its answer in one place; for a request without room it is an empty reply.
-                    Err(fault) if fault.answer() == Answer::GiveBack => 0,
-                    Err(fault) => {
-                        status.needs_reset(fault);
-                        return;
-                    }
-                };
-                queue.ring.push_used(self.chain.head(), written);
-                self.counters.request(0, written.into());
-            }
-            if queue.ring.needs_notification() {
-                queue.irq.notify();
-                self.counters.interrupt();
-            }
-            if !queue.ring.enable_kicks() {
-                return;
-            }
-        }
+        self.queue.counters()
     }
 }
 
@@ -77,6 +40,10 @@ impl Default for Rng {
     fn default() -> Self {
         Self::new()
     }
+}
+
+fn answer(chain: &mut Chain) -> Result<u32, GuestFault> {
+    fill(chain.writable())
 }
 
 /// Fills `segs` with random bytes, at most [`MAX_BYTES`] of them; gives how many.
@@ -121,15 +88,13 @@ impl VirtioDevice for Rng {
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn activate(&mut self, activation: Activation) -> io::Result<()> {
-        let status = activation.status;
-        self.live = activation.queues.into_iter().next().map(|queue| (queue, status));
-        self.run();
+        self.queue.activate(activation);
+        self.queue.run(answer);
         Ok(())
     }
 
     fn reset(&mut self) {
-        self.live = None;
-        self.chain = Chain::new();
+        self.queue.reset();
     }
 
     fn inline_queues(&self) -> u64 {
@@ -137,7 +102,7 @@ impl VirtioDevice for Rng {
     }
 
     fn on_kick(&mut self, _queue: u16) {
-        self.counters.kick();
-        self.run();
+        self.counters().kick();
+        self.queue.run(answer);
     }
 }

@@ -144,6 +144,26 @@ fn entropy_fills_what_it_says_it_fills() {
 }
 
 #[test]
+fn a_queue_whose_driver_broke_it_is_not_listened_to_before_a_reset() {
+    let ram = testkit::ram(0x10_0000);
+    let mut guest = Guest::new(Box::new(Rng::new()), &ram);
+    let mut queue = GuestQueue::new(&ram, 0x1000, 16);
+    guest.start(features::TRANSPORT, &[&queue]);
+    queue.send(&[Buf::write(0xffff_0000, 16)]);
+    guest.kick(0);
+    assert_eq!(guest.status() & status::NEEDS_RESET, status::NEEDS_RESET, "there is no memory");
+    queue.send(&[Buf::write(0x8000, 16)]);
+    guest.kick(0);
+    assert_eq!((queue.used(), guest.interrupts(0)), (None, 0));
+    guest.set_status(0);
+    let mut queue = GuestQueue::new(&ram, 0x1000, 16);
+    guest.start(features::TRANSPORT, &[&queue]);
+    let head = queue.send(&[Buf::write(0x8000, 16)]);
+    guest.kick(0);
+    assert_eq!(queue.used(), Some((head, 16)));
+}
+
+#[test]
 fn interrupts_wait_behind_a_mask() {
     let ram = testkit::ram(0x10_0000);
     let mut guest = Guest::new(Box::new(Rng::new()), &ram);

@@ -14,8 +14,9 @@ use mem::Hot;
 
 use super::control::{MemControl, Sizes};
 use super::request::{REQUEST_LEN, RESPONSE_LEN, Request, Response};
-use crate::device::{Activation, ActiveQueue, DeviceStatus, VirtioDevice};
-use crate::fault::{Answer, GuestFault};
+use crate::device::{Activation, VirtioDevice};
+use crate::fault::GuestFault;
+use crate::inline::InlineQueue;
 use crate::queue::Chain;
 use crate::stats::Counters;
 
@@ -23,8 +24,6 @@ use crate::stats::Counters;
 pub const CONFIG_LEN: usize = 56;
 /// How far past what is requested blocks may lie, so that a driver that adds memory in blocks of its own has room.
 const EXTENT: u64 = 256 << 20;
-/// Rounds of draining the queue that one kick may cause; a guest that still adds requests waits for its next kick.
-const MAX_ROUNDS: usize = 16;
 
 /// Feature bits (virtio 1.2, 5.15.3).
 pub mod feature {
@@ -51,6 +50,12 @@ pub trait Place: Send {
 
 /// The device.
 pub struct MemDevice {
+    queue: InlineQueue,
+    blocks: Blocks,
+}
+
+/// What requests are held to, and carried out on.
+struct Blocks {
     hot: Arc<Hot>,
     place: Box<dyn Place>,
     sizes: Arc<Sizes>,
@@ -58,9 +63,6 @@ pub struct MemDevice {
     requested: u64,
     /// Bytes from the region's start that blocks may be plugged in.
     usable: u64,
-    live: Option<(ActiveQueue, Arc<DeviceStatus>)>,
-    chain: Chain,
-    counters: Arc<Counters>,
     news: Option<(Arc<News>, Tally)>,
 }
 
@@ -71,28 +73,36 @@ impl MemDevice {
         let sizes = Arc::<Sizes>::default();
         sizes.requested.store(requested, Ordering::Release);
         let usable = extent(&hot, requested);
-        let (live, chain, counters) = (None, Chain::new(), Arc::default());
-        Self { hot, place, sizes, requested, usable, live, chain, counters, news: None }
+        let blocks = Blocks { hot, place, sizes, requested, usable, news: None };
+        Self { queue: InlineQueue::new(), blocks }
     }
 
     /// The user hears through `news` what the host refuses.
     #[must_use]
-    pub fn reporting_to(self, news: &Arc<News>) -> Self {
-        Self { news: Some((Arc::clone(news), Tally::default())), ..self }
+    pub fn reporting_to(mut self, news: &Arc<News>) -> Self {
+        self.blocks.news = Some((Arc::clone(news), Tally::default()));
+        self
     }
 
     /// The way to ask for more or less.
     #[must_use]
     pub fn control(&self) -> MemControl {
-        MemControl { sizes: Arc::clone(&self.sizes), block: self.hot.block(), region: self.hot.size() }
+        let Blocks { sizes, hot, .. } = &self.blocks;
+        MemControl { sizes: Arc::clone(sizes), block: hot.block(), region: hot.size() }
     }
 
     /// What it counts.
     #[must_use]
     pub const fn counters(&self) -> &Arc<Counters> {
-        &self.counters
+        self.queue.counters()
     }
 
+    fn run(&mut self) {
+        self.queue.run(|chain| self.blocks.answer(chain));
+    }
+}
+
+impl Blocks {
     fn say(&self, what: &str, why: &io::Error) {
         if let Some((news, tally)) = &self.news
             && tally.count().is_some()
@@ -101,59 +111,17 @@ impl MemDevice {
         }
     }
 
-    fn run(&mut self) {
-        let Some((mut queue, status)) = self.live.take() else { return };
-        let good = self.drain(&mut queue, &status);
-        if good {
-            self.live = Some((queue, status));
-        }
-    }
-
-    /// Answers what is in the queue; `false` when the driver broke it.
-    fn drain(&mut self, queue: &mut ActiveQueue, status: &DeviceStatus) -> bool {
-        for _ in 0..MAX_ROUNDS {
-            loop {
-                match queue.ring.pop(&mut self.chain) {
-                    Ok(true) => {}
-                    Ok(false) => break,
-                    Err(fault) => {
-                        status.needs_reset(fault);
-                        return false;
-                    }
-                }
-                let written = match self.answer() {
-                    Ok(written) => written,
-                    Err(fault) if fault.answer() == Answer::GiveBack => 0,
-                    Err(fault) => {
-                        status.needs_reset(fault);
-                        return false;
-                    }
-                };
-                self.counters.request(self.chain.readable_len().into(), written.into());
-                queue.ring.push_used(self.chain.head(), written);
-            }
-            if queue.ring.needs_notification() {
-                queue.irq.notify();
-                self.counters.interrupt();
-            }
-            if !queue.ring.enable_kicks() {
-                break;
-            }
-        }
-        true
-    }
-
-    /// Does what the chain at hand asks for; gives the bytes of the answer. Without room for one nothing is done.
-    fn answer(&mut self) -> Result<u32, GuestFault> {
-        if (self.chain.writable_len() as usize) < RESPONSE_LEN {
+    /// Does what `chain` asks for; gives the bytes of the answer. Without room for one nothing is done.
+    fn answer(&mut self, chain: &mut Chain) -> Result<u32, GuestFault> {
+        if (chain.writable_len() as usize) < RESPONSE_LEN {
             return Err(GuestFault::NoRoom);
         }
         let mut bytes = [0; REQUEST_LEN];
-        let response = match self.chain.read_at(0, &mut bytes) {
+        let response = match chain.read_at(0, &mut bytes) {
             REQUEST_LEN => self.execute(Request::parse(&bytes)),
             _ => Response::Error,
         };
-        Ok(self.chain.write_at(0, &response.bytes()) as u32)
+        Ok(chain.write_at(0, &response.bytes()) as u32)
     }
 
     /// The bytes of `blocks` blocks at `at`, if these are some, aligned and within what is usable.
@@ -274,7 +242,7 @@ impl VirtioDevice for MemDevice {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        let config = self.config();
+        let config = self.blocks.config();
         let from = usize::try_from(offset).unwrap_or(CONFIG_LEN).min(CONFIG_LEN);
         for (out, byte) in data.iter_mut().zip(config.get(from..).unwrap_or_default()) {
             *out = *byte;
@@ -284,27 +252,26 @@ impl VirtioDevice for MemDevice {
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
     fn update_config(&mut self) -> bool {
-        let wanted = self.sizes.requested.load(Ordering::Acquire);
-        if wanted == self.requested {
+        let blocks = &mut self.blocks;
+        let wanted = blocks.sizes.requested.load(Ordering::Acquire);
+        if wanted == blocks.requested {
             return false;
         }
-        self.requested = wanted;
+        blocks.requested = wanted;
         // It shrinks when all is unplugged, and not under a driver that uses it.
-        self.usable = self.usable.max(extent(&self.hot, wanted));
+        blocks.usable = blocks.usable.max(extent(&blocks.hot, wanted));
         true
     }
 
     fn activate(&mut self, activation: Activation) -> io::Result<()> {
-        let status = activation.status;
-        self.live = activation.queues.into_iter().next().map(|queue| (queue, status));
+        self.queue.activate(activation);
         self.run();
         Ok(())
     }
 
     /// What is plugged stays plugged: only the machine's own reset takes it out (virtio 1.2, 5.15.5.1).
     fn reset(&mut self) {
-        self.live = None;
-        self.chain = Chain::new();
+        self.queue.reset();
     }
 
     fn inline_queues(&self) -> u64 {
@@ -312,7 +279,7 @@ impl VirtioDevice for MemDevice {
     }
 
     fn on_kick(&mut self, _queue: u16) {
-        self.counters.kick();
+        self.counters().kick();
         self.run();
     }
 }
