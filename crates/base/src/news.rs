@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Lines for the user from threads that must not wait for a terminal: devices and disks say them, the main loop of `machine`
-//! or of a server prints them when the descriptor is readable.
+//! Lines for the user. Threads that must not wait for a terminal (devices, disks) say them; the main loop of `machine` or of a
+//! server prints them when the descriptor is readable.
 
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -68,6 +68,17 @@ impl AsRawFd for News {
     fn as_raw_fd(&self) -> RawFd {
         self.event.as_raw_fd()
     }
+}
+
+/// Prints a line for the user on standard error. That may be closed: then there is nobody left to tell, and all goes on.
+pub fn print(line: &str) {
+    let _ = io::stderr().write_all(format!("tare: {line}\n").as_bytes());
+}
+
+/// As [`print`], beside what a guest prints: the terminal may be raw, so the line starts at its left edge all the same, and so
+/// does what follows.
+pub fn print_beside_guest(line: &str) {
+    let _ = io::stderr().write_all(format!("\rtare: {line}\r\n").as_bytes());
 }
 
 /// Counts something that may come again and again, and says when it is worth a line: the first time, the tenth, the

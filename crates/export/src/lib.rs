@@ -13,6 +13,6 @@ pub use base::listen::Error;
 /// Tells the user what a disk has to say while it is served.
 fn tell(news: &base::news::News) {
     for line in news.take() {
-        eprintln!("tare: {line}");
+        base::news::print(&line);
     }
 }

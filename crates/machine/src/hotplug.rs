@@ -104,7 +104,11 @@ impl Place for Pieces {
             })
             .collect();
         let places: Vec<(RegionId, Gpa)> = missing.iter().map(|(_, region, first)| (*region, *first)).collect();
-        self.spaces.put_pieces(&places).map_err(refused)?;
+        if let Err(why) = self.spaces.put_pieces(&places) {
+            // As above.
+            let _ = self.hot.discard(at, len);
+            return Err(refused(why));
+        }
         for (number, ..) in missing {
             self.regions.get_mut(number).into_iter().for_each(|(_, there)| *there = true);
         }

@@ -86,8 +86,7 @@ pub fn find(spec: &spec::Vm, startup: &mut StartUp) -> Result<GuestRam, Error> {
     let backed = mem::backing::back(&mem::ranges(spec.memory.at_start()), hotplug::to_plug(spec), &spec.memory)?;
     startup.mmap_ns = nanoseconds(begun);
     if let Some(line) = backed.fell_back {
-        // Standard error may be closed; there is nobody left to tell.
-        let _ = writeln!(std::io::stderr(), "tare: {line}");
+        base::news::print(&line);
     }
     Ok(backed.ram)
 }
@@ -278,7 +277,7 @@ impl Background {
             own.work_telling(|done| rest.iter_mut().for_each(|rest| rest.grow(done)));
             if let Err(e) = finished(&own) {
                 // The guest goes on: it gets each page when it first touches it, if the host has one then.
-                eprint!("\rtare: {e}\r\n");
+                base::news::print_beside_guest(&e.to_string());
             }
         });
         Ok(Some(Self { work, thread: thread.map_err(host("start a thread that makes memory ready"))? }))

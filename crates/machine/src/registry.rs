@@ -83,7 +83,7 @@ impl Registry {
             let disk = spec::Disk { queues: Some(vm.queues(disk)), ..disk.clone() };
             let disk = Blk::open(&disk)?.numbered(number).reporting_to(&news);
             if let Some(warning) = disk.warning() {
-                eprintln!("tare: {warning}");
+                base::news::print(warning);
             }
             out.disks.push(disk.stats());
             let control = if remote { Some(disk.control().map_err(host("make a handle on a disk"))?) } else { None };
@@ -242,7 +242,6 @@ impl Registry {
 /// Lines for the user beside the guest's output.
 fn tell(lines: Vec<String>) {
     for line in lines {
-        // The terminal may be raw: the line starts at its left edge all the same, and so does what follows.
-        eprint!("\rtare: {line}\r\n");
+        base::news::print_beside_guest(&line);
     }
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One run of one VM: the main thread's loop over signals, user input and the end of the guest, and the account after it.
 
-use std::io::{self, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -202,11 +201,9 @@ fn start(
 
 /// Says what the user's choices cost the host, now that there is a machine that makes use of them.
 fn tell_costs(vm: &spec::Vm, io: &ConsoleIo) {
-    // A raw terminal wants to be told where lines begin.
-    let end = if io.terminal { "\r\n" } else { "\n" };
+    let print = if io.terminal { base::news::print_beside_guest } else { base::news::print };
     for line in vm.costs(|| std::thread::available_parallelism().map_or(1, usize::from)) {
-        // Standard error may be closed; there is nobody left to tell.
-        let _ = write!(io::stderr(), "tare: {line}{end}");
+        print(&line);
     }
 }
 

@@ -5,7 +5,7 @@
 //! on the vCPU's thread, without a lock.
 
 use std::any::Any;
-use std::io::{self, Write as _};
+use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use base::{Gpa, Hva};
@@ -225,12 +225,10 @@ impl Spaces {
         let moved =
             self.0.memory.change(|tree| move_all(tree, memory)).and(self.0.ports.change(|t| move_all(t, ports)));
         if let Err(refused) = moved {
-            // Only where a BAR has memory of a device in it, and KVM no slot for it: it stays where it was. Standard error may
-            // be closed; there is nobody left to tell.
-            let _ = write!(
-                io::stderr(),
-                "\rtare: a BAR can't follow the guest, {refused}; give the machine fewer devices\r\n"
-            );
+            // Only where a BAR has memory of a device in it, and KVM no slot for it: it stays where it was.
+            base::news::print_beside_guest(&format!(
+                "a BAR can't follow the guest, {refused}; give the machine fewer devices"
+            ));
         }
     }
 

@@ -2,7 +2,7 @@
 //! How the process ends: exit codes, and failures as one line on standard error. Used by every command.
 
 use std::fmt::Display;
-use std::io::{self, Write};
+use std::io;
 use std::process::ExitCode;
 
 /// Exit codes, part of the interface: scripts rely on them.
@@ -93,9 +93,7 @@ impl From<spec::SpecError> for Failure {
 
 /// Prints `tare: message` as one line on standard error, whatever the message holds.
 pub fn complain(message: &str) {
-    let line = format!("tare: {}\n", one_line(message));
-    // Standard error may be closed; there is nobody left to tell.
-    let _ = io::stderr().write_all(line.as_bytes());
+    base::news::print(&one_line(message));
 }
 
 /// The host's reason in words: `No such file or directory`.

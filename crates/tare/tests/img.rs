@@ -155,6 +155,21 @@ fn check_counts_the_same() {
 }
 
 #[test]
+fn a_check_reports_when_nobody_listens_to_its_messages() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("d.qcow2");
+    assert!(tare(&["img", "create", "-q", "-f", "qcow2"]).arg(&path).arg("64M").status().unwrap().success());
+    // The first refcount: the header's cluster is in use, and is said not to be.
+    File::options().write(true).open(&path).unwrap().write_all_at(&[0; 2], 2 << 16).unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = tare(&["img", "check"]).arg(&path).stderr(writer).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("errors were found"), "{said}");
+}
+
+#[test]
 fn created_images_are_the_same() {
     let Some(p) = Place::new() else { return };
     p.do_all(&["create -q -f qcow2 base.qcow2 10M"]);

@@ -171,7 +171,7 @@ impl Pool {
                     Ok(map) => State::Ready(map),
                     Err(e) => {
                         let mib = self.0.plan.piece >> 20;
-                        say(&format!("{mib} MiB of the pool can't be had: {e}; it goes on without them"));
+                        base::news::print(&format!("{mib} MiB of the pool can't be had: {e}; it goes on without them"));
                         State::Broken
                     }
                 };
@@ -278,7 +278,7 @@ impl Pool {
                             client.process.as_ref().is_some_and(|process| reactor.add(process, of + 1).is_ok());
                         // What can't be watched keeps its memory: lost to the pool, but to nobody else.
                         if !watched {
-                            say("a machine's end can't be watched; the pool goes on without its memory");
+                            base::news::print("a machine's end can't be watched; the pool goes on without its memory");
                         }
                     }
                 }
@@ -359,9 +359,4 @@ impl Client {
             _ => Step::Over,
         }
     }
-}
-
-/// A line for the user. Standard error may be closed; then there is nobody left to tell, and the pool goes on.
-fn say(line: &str) {
-    let _ = writeln!(io::stderr(), "tare: {line}");
 }

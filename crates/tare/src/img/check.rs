@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `tare img check`: whether a qcow2 image's metadata is consistent, and its repair, as `qemu-img check` does.
 
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use block::Format;
@@ -67,7 +68,8 @@ pub fn run(options: &mut Options<'_>) -> Result<u8, Refusal> {
         super::show(&format!("{:#}\n", as_json(&report, &file)));
     } else if !quiet {
         for message in &report.messages {
-            eprintln!("{message}");
+            // Standard error may be closed; the report goes on.
+            let _ = writeln!(std::io::stderr(), "{message}");
         }
         super::show(&as_text(&report));
     }
