@@ -121,7 +121,7 @@ fn unbind(sysfs: &Sysfs, at: PciAddress, text: &mut String) -> Result<(), Failur
 
 /// The others of its group that don't let go.
 fn others(sysfs: &Sysfs, device: &Described) -> Vec<Described> {
-    let in_the_way = device.group.and_then(|group| sysfs.in_the_way(group).ok()).unwrap_or_default();
+    let in_the_way = device.group.map(|group| sysfs.in_the_way(group)).unwrap_or_default();
     in_the_way.into_iter().filter(|other| other.address != device.address).collect()
 }
 

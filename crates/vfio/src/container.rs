@@ -85,7 +85,7 @@ impl Container {
         })?;
         let viable = group.is_viable().map_err(VfioError::host(format!("ask about group {number}"), KERNEL_LOG))?;
         if !viable {
-            let others = self.sysfs.in_the_way(number)?;
+            let others = self.sysfs.in_the_way(number);
             let others = others.iter().map(|d| format!("{} ({})", d.address, d.owner()));
             let others = others.collect::<Vec<_>>().join(" and ");
             return Err(VfioError::Shared { address, group: number, others });

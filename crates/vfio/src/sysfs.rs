@@ -163,14 +163,12 @@ impl Sysfs {
         self.all_in(&self.root.join("bus/pci/devices"))
     }
 
-    /// The devices of a group that keep the others from being handed on.
-    ///
-    /// # Errors
-    /// None now; a group that is gone has none.
-    pub fn in_the_way(&self, group: u32) -> Result<Vec<Described>, VfioError> {
+    /// The devices of a group that keep the others from being handed on; a group that is gone has none.
+    #[must_use]
+    pub fn in_the_way(&self, group: u32) -> Vec<Described> {
         let mut members = self.all_in(&self.root.join(format!("kernel/iommu_groups/{group}/devices")));
         members.retain(|device| !device.lets_go());
-        Ok(members)
+        members
     }
 
     /// What the host does with the device at `address`: file systems, swap, volumes, interfaces that are up, machines.
