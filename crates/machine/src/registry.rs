@@ -13,7 +13,7 @@ use virtio::VirtioDevice;
 use virtio::blk::{Blk, BlkControl, BlkStats};
 use virtio::console::{Console, ConsolePort};
 use virtio::mem::MemDevice;
-use virtio::net::{Net, NetPort, NetStats};
+use virtio::net::{Net, NetStats};
 use virtio::rng::Rng;
 use virtio::stats::Counters;
 
@@ -32,14 +32,12 @@ pub type DiskControl = (BlkControl, Function);
 
 /// Token of what devices have to say; the console's are below.
 const NEWS: Token = 7;
-/// Token of the first NIC.
-const NETS: Token = 8;
 
 /// What the main thread keeps of the devices.
 #[derive(Default)]
 pub struct Registry {
     disks: Vec<Arc<BlkStats>>,
-    nets: Vec<(NetPort, Arc<NetStats>)>,
+    nets: Vec<Arc<NetStats>>,
     small: Vec<(&'static str, Arc<Counters>)>,
     console: Option<ConsolePort>,
     /// Of each disk, if anybody may ask for changes.
@@ -91,8 +89,8 @@ impl Registry {
             out.controls.extend(control.map(|control| (control, function)));
         }
         for (number, net) in vm.nets.iter().enumerate() {
-            let net = Net::open(net, number)?;
-            out.nets.push((net.port(), net.stats()));
+            let net = Net::open(net, number)?.reporting_to(&news);
+            out.nets.push(net.stats());
             add(&format!("net{number}"), Box::new(net))?;
         }
         if vm.rng {
@@ -137,16 +135,12 @@ impl Registry {
     #[must_use]
     pub fn sources(&self, first: Token) -> Vec<(RawFd, Token)> {
         let sources = self.console.iter().flat_map(ConsolePort::sources);
-        let nets = (NETS..).zip(&self.nets).map(|(token, (port, _))| (port.as_raw_fd(), token));
         let news = self.news.iter().map(|news| (news.as_raw_fd(), NEWS));
-        sources.chain(news).chain(nets).map(|(fd, token)| (fd, first + token)).collect()
+        sources.chain(news).map(|(fd, token)| (fd, first + token)).collect()
     }
 
     /// A source is readable; `token` is relative to the `first` of [`Registry::sources`].
     pub fn on_ready(&mut self, token: Token) {
-        if let Some(number) = token.checked_sub(NETS) {
-            return self.tell_news_of(number);
-        }
         if token == NEWS {
             return self.tell_news();
         }
@@ -155,12 +149,6 @@ impl Registry {
             let waiting = std::mem::take(&mut self.waiting);
             self.input(&waiting);
         }
-    }
-
-    /// Tells the user what NIC `number` has to say.
-    fn tell_news_of(&self, number: Token) {
-        let Some((port, _)) = usize::try_from(number).ok().and_then(|number| self.nets.get(number)) else { return };
-        tell(port.take_news());
     }
 
     /// Tells the user what devices have to say.
@@ -221,7 +209,7 @@ impl Registry {
                 ..DeviceLedger::default()
             }
         });
-        let nets = self.nets.iter().enumerate().map(|(number, (_, stats))| {
+        let nets = self.nets.iter().enumerate().map(|(number, stats)| {
             let c = stats.read();
             DeviceLedger {
                 name: format!("net{number}"),

@@ -6,8 +6,10 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::news::News;
+
 use super::pairs::Pairs;
-use super::shared::{NetPort, Shared};
+use super::shared::Shared;
 use super::stats::NetStats;
 use super::tap::Tap;
 use super::user::User;
@@ -175,10 +177,11 @@ impl Net {
         Arc::clone(&self.stats)
     }
 
-    /// The main loop's end.
+    /// Says through `news` what the user should know: links that go down and come back, what the host refuses.
     #[must_use]
-    pub fn port(&self) -> NetPort {
-        NetPort(Arc::clone(&self.shared))
+    pub fn reporting_to(self, news: &Arc<News>) -> Self {
+        self.shared.report_to(news);
+        self
     }
 
     /// Starts a worker for each pair that the driver may use.

@@ -27,7 +27,6 @@ mod worker;
 
 pub use device::Net;
 pub use outbox::Outbox;
-pub use shared::NetPort;
 pub use stats::{NetCounts, NetStats};
 pub use wire::{NetError, Wire};
 

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the device, its worker and the main loop share: the configuration that may change, and news for the user.
+//! What the device and its workers share: the configuration that may change, and where news for the user goes.
 //!
-//! Written by the worker, read under the function's lock by vCPU threads and by the main thread through [`NetPort`].
+//! Written by the workers, read under the function's lock by vCPU threads.
 
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+use base::news::News;
 
 use crate::device::DeviceStatus;
 
@@ -21,16 +20,13 @@ struct State {
     mtu: u16,
     pairs: u16,
     status: Option<Arc<DeviceStatus>>,
-    news: Vec<String>,
+    news: Arc<News>,
     /// The last line: what several workers have to say is said once.
     last: String,
 }
 
 /// See above.
-pub struct Shared {
-    state: Mutex<State>,
-    event: EventFd,
-}
+pub struct Shared(Mutex<State>);
 
 impl Shared {
     /// A NIC with so many `pairs` of queues whose link is up.
@@ -38,12 +34,18 @@ impl Shared {
     /// # Errors
     /// When the host has no descriptors left.
     pub fn new(mac: [u8; 6], mtu: u16, pairs: u16) -> io::Result<Self> {
-        let state = State { mac, up: true, mtu, pairs, status: None, news: Vec::new(), last: String::new() };
-        Ok(Self { state: Mutex::new(state), event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)? })
+        let news = Arc::new(News::new()?);
+        Ok(Self(Mutex::new(State { mac, up: true, mtu, pairs, status: None, news, last: String::new() })))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What there is to say goes to `news` from now on, what nobody has heard yet first.
+    pub fn report_to(&self, news: &Arc<News>) {
+        let before = std::mem::replace(&mut self.lock().news, Arc::clone(news));
+        before.take().into_iter().for_each(|line| news.say(line));
     }
 
     /// The driver is ready, or gone.
@@ -87,36 +89,6 @@ impl Shared {
             return;
         }
         state.last.clone_from(&line);
-        state.news.push(line);
-        drop(state);
-        // Only a full counter refuses, and then it is readable anyway.
-        let _ = self.event.write(1);
-    }
-}
-
-/// The main loop's end of a NIC: what it has to tell the user.
-#[derive(Clone)]
-pub struct NetPort(pub(super) Arc<Shared>);
-
-impl NetPort {
-    /// Whether the guest's link is up.
-    #[must_use]
-    pub fn is_up(&self) -> bool {
-        self.0.lock().up
-    }
-
-    /// The lines that came since the last call, oldest first.
-    #[must_use]
-    pub fn take_news(&self) -> Vec<String> {
-        // Empty already if nothing came.
-        let _ = self.0.event.read();
-        std::mem::take(&mut self.0.lock().news)
-    }
-}
-
-impl AsRawFd for NetPort {
-    /// Readable when there is news.
-    fn as_raw_fd(&self) -> RawFd {
-        self.0.event.as_raw_fd()
+        state.news.say(line);
     }
 }

@@ -4,7 +4,9 @@
 
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
+use base::news::News;
 use spec::{FromText, Mac};
 use testkit::Buf;
 use virtio::net::{Net, feature};
@@ -131,7 +133,7 @@ fn tap_inside() {
     assert_eq!(rig.command(&[5, 0, 0x80, 0, 0, 0, 0, 0, 0, 0]), 1, "only what was agreed on");
     ip("link del t0");
     rig.until("a link that is down", |rig| !rig.link_is_up());
-    let news = rig.port.take_news();
+    let news = rig.news.take();
     assert!(news.len() == 1 && news[0].contains("tap t0 is gone"), "{news:?}");
     rig.send(&[1; 60], &[]);
     rig.kick(TX);
@@ -230,7 +232,7 @@ fn pairs_inside() {
     assert_eq!(rig.command(&[4, 0, 3, 0]), 0);
     ip("link del t0");
     rig.until("a link that is down", |rig| !rig.link_is_up());
-    let news = rig.port.take_news();
+    let news = rig.news.take();
     assert!(news.len() == 1 && news[0].contains("tap t0 is gone"), "said once: {news:?}");
     assert!(!rig.is_broken());
 }
@@ -270,8 +272,9 @@ fn kernel_address() -> [u8; 6] {
 #[ignore = "the one above runs it"]
 fn vhost_inside() {
     let spec = spec::Net::from_text("tap=t0,vhost=on,mac=52:54:00:01:02:03").unwrap();
-    let device = Net::open(&spec, 0).unwrap();
-    assert_eq!(device.port().take_news(), [""; 0], "vhost-net can be opened");
+    let news = Arc::new(News::new().unwrap());
+    let device = Net::open(&spec, 0).unwrap().reporting_to(&news);
+    assert_eq!(news.take(), [""; 0], "vhost-net can be opened");
     ip("addr add 10.9.8.1/24 dev t0");
     ip("link set t0 up");
     ip("neigh add 10.9.8.2 lladdr 52:54:00:01:02:03 dev t0");
@@ -285,7 +288,7 @@ fn vhost_inside() {
         let counts = rig.device.stats().read();
         assert_eq!((counts.faults, counts.kicks > 10), (0, false), "no packet comes this way: {counts:?}");
         assert!(rig.irq.pulses() > 0, "the kernel's signals are passed on");
-        assert_eq!(rig.port.take_news(), [""; 0], "round {round}");
+        assert_eq!(rig.news.take(), [""; 0], "round {round}");
         rig.restart();
     }
     // A ring that the kernel does not like stops the device and nothing else.
@@ -298,7 +301,7 @@ fn vhost_inside() {
     echo(&mut rig, kernel, 99);
     ip("link del t0");
     rig.until("a link that is down", |rig| !rig.link_is_up());
-    let news = rig.port.take_news();
+    let news = rig.news.take();
     assert!(news.len() == 1 && news[0].contains("tap t0 is gone"), "{news:?}");
     // The worker has the rings again, where the kernel left them.
     for _ in 0..10 {
@@ -351,7 +354,7 @@ fn passt_inside() {
     let pid = String::from_utf8_lossy(&pids.stdout).trim().to_owned();
     assert!(Command::new("kill").args(["-KILL", &pid]).status().unwrap().success(), "{pid}");
     rig.until("a link that is down", |rig| !rig.link_is_up());
-    let news = rig.port.take_news();
+    let news = rig.news.take();
     assert!(news.len() == 1 && news[0].contains("passt ended"), "{news:?}");
 }
 

@@ -9,6 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use base::news::News;
 use base::{EFD_NONBLOCK, EventFd, Gpa};
 use mem::GuestRam;
 pub use testkit::Rng;
@@ -16,7 +17,7 @@ use testkit::sink::RecordingLine;
 use testkit::{Buf, GuestQueue};
 use virtio::device::{Activation, ActiveQueue, DeviceStatus, QueueIrq, VirtioDevice, status};
 use virtio::features;
-use virtio::net::{HEADER, Net, NetPort, feature};
+use virtio::net::{HEADER, Net, feature};
 use virtio::throttle::Clock;
 
 pub const RX: usize = 0;
@@ -58,7 +59,7 @@ pub struct Rig {
     pub ram: GuestRam,
     pub queues: Vec<GuestQueue>,
     pub device: Net,
-    pub port: NetPort,
+    pub news: Arc<News>,
     pub irq: Arc<RecordingLine>,
     pub status: Arc<DeviceStatus>,
     kicks: Vec<EventFd>,
@@ -119,9 +120,11 @@ impl Rig {
     pub fn new(device: Net, agreed: u64) -> Self {
         let ram = testkit::ram(RAM);
         let irq = Arc::new(RecordingLine::default());
+        let news = Arc::new(News::new().unwrap());
+        let device = device.reporting_to(&news);
         let mut rig = Self {
             queues: Vec::new(),
-            port: device.port(),
+            news,
             status: Arc::new(DeviceStatus::new(irq.clone())),
             irq,
             kicks: device.queue_sizes().iter().map(|_| EventFd::new(EFD_NONBLOCK).unwrap()).collect(),

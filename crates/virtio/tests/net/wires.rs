@@ -60,7 +60,7 @@ fn a_full_socket_holds_packets_back_and_loses_none() {
     rig.device.reset();
     let counts = rig.device.stats().read();
     assert_eq!((counts.sent, counts.sent_dropped), (frames.len() as u64, 0));
-    assert!(rig.port.is_up() && rig.port.take_news().is_empty());
+    assert!(rig.link_is_up() && rig.news.take().is_empty());
 }
 
 #[test]
@@ -87,10 +87,10 @@ fn a_guest_without_buffers_gets_its_packets_later_and_the_worker_sleeps() {
 /// The guest's link is down, it was told, the user was told `words`, and packets go nowhere without being held.
 fn is_down(rig: &mut Rig, words: &str) {
     rig.until("a link that is down", |rig| !rig.link_is_up());
-    let news = rig.port.take_news();
+    let news = rig.news.take();
     assert_eq!(news.len(), 1, "{news:?}");
     assert!(news[0].starts_with("net0: ") && news[0].contains(words) && news[0].contains("link is down"), "{news:?}");
-    assert!(!rig.port.is_up());
+    assert!(!rig.link_is_up());
     let mut back = rig.sent().len();
     let already = back;
     for _ in 0..10 {
@@ -176,7 +176,7 @@ fn an_end_that_stalls_takes_the_link_down_until_it_moves() {
         assert!(peer.receive() == *frame, "nothing was lost");
     }
     rig.until("a link that is up", |rig| rig.link_is_up());
-    let news = rig.port.take_news();
+    let news = rig.news.take();
     assert!(news.len() == 2 && news[0].contains("has not moved") && news[1].contains("link is up"), "{news:?}");
 }
 
@@ -202,7 +202,7 @@ fn a_guest_that_does_not_receive_is_no_stall_of_the_other_end() {
     rig.post(&[100]);
     rig.kick(RX);
     assert_eq!(rig.receive().frame, [1; 60]);
-    assert!(rig.port.take_news().is_empty());
+    assert!(rig.news.take().is_empty());
 }
 
 /// A driver that goes in the middle of packets leaves the stream whole for the next one.
