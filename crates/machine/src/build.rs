@@ -16,6 +16,7 @@ use kvm::{
 };
 use mem::GuestRam;
 use spec::Console;
+use virtio::net::VhostMemory;
 
 use crate::bus::Bus;
 use crate::console::ConsoleIo;
@@ -103,7 +104,11 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     }
     let mut bus = Bus::new(spec, &spaces, &ram, (&routes, lines))?;
     let pieces = Pieces::new(spec, &spaces, &ram)?;
-    let mut registry = Registry::populate(spec, &mut bus, io, (pieces, remote))?;
+    let reached = Arc::new(VhostMemory::new(&ram));
+    if spec.nets.iter().any(|net| net.vhost || !net.vhostfd.0.is_empty()) {
+        spaces.follow(reached.listener())?;
+    }
+    let mut registry = Registry::populate(spec, &mut bus, io, pieces, &reached, remote)?;
     if let Some(passthrough) = passthrough {
         passthrough.join(&vm, &mut bus, &mut registry)?;
     }

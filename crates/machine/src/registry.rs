@@ -13,7 +13,7 @@ use virtio::VirtioDevice;
 use virtio::blk::{Blk, BlkControl, BlkStats};
 use virtio::console::{Console, ConsolePort};
 use virtio::mem::MemDevice;
-use virtio::net::{Net, NetStats};
+use virtio::net::{Net, NetStats, VhostMemory};
 use virtio::rng::Rng;
 use virtio::stats::Counters;
 
@@ -54,7 +54,8 @@ pub struct Registry {
 
 impl Registry {
     /// Makes the devices that `vm` asks for and puts them on the bus, in the order the guest should find them, the one for
-    /// memory over `pieces`; with `remote` also the ways to change them while they run.
+    /// memory over `pieces`; what the host's kernel serves of them reaches `memory`. With `remote` also the ways to change them
+    /// while they run.
     ///
     /// # Errors
     /// [`Error::Disk`] and [`Error::Net`] for what can't be opened, [`Error::Host`] when the host is out of something.
@@ -62,7 +63,9 @@ impl Registry {
         vm: &Vm,
         bus: &mut Bus,
         io: &ConsoleIo,
-        (pieces, remote): (Option<Pieces>, bool),
+        pieces: Option<Pieces>,
+        memory: &Arc<VhostMemory>,
+        remote: bool,
     ) -> Result<Self, Error> {
         let news = Arc::new(News::new().map_err(host("make an eventfd"))?);
         let mut out = Self { news: Some(Arc::clone(&news)), ..Self::default() };
@@ -89,7 +92,7 @@ impl Registry {
             out.controls.extend(control.map(|control| (control, function)));
         }
         for (number, net) in vm.nets.iter().enumerate() {
-            let net = Net::open(net, number)?.reporting_to(&news);
+            let net = Net::open(net, number)?.reporting_to(&news).reaching(memory);
             out.nets.push(net.stats());
             add(&format!("net{number}"), Box::new(net))?;
         }

@@ -8,7 +8,7 @@ const PREPARE: &str = r#"
 mkdir -p /lab/stock
 mount -o loop,ro /lab/root.ext4 /lab/stock
 pack_initrd /lab/small.img $(modprobe -d /lab/stock -S "$(uname -r)" --show-depends -a \
-    virtio_pci virtio_mmio virtio_blk virtio_console virtio_mem | awk '$1 == "insmod" && !seen[$2]++ { print $2 }')
+    virtio_pci virtio_mmio virtio_blk virtio_console virtio_net virtio_mem | awk '$1 == "insmod" && !seen[$2]++ { print $2 }')
 umount /lab/stock
 # says WORD: waits, not for ever, until the guest has said it.
 says() { for _ in $(seq 500); do grep -q "$1" /lab/out && return; sleep 0.2; done; }
@@ -77,13 +77,26 @@ fn a_guest_starts_with_a_part_and_ends_with_all_of_its_memory() {
         &format!(
             "{PREPARE}{}",
             r#"
-MEMORY=1G,prealloc=background,boot=256M guest "$HAS;$GROWN;echo first \$(h);more 880;$OFF" --ledger /lab/ledger
+mkdir -p /lab/www
+head -c 32M /dev/urandom >/lab/www/blob
+ip tuntap add tap0 mode tap vnet_hdr
+ip addr add 10.0.6.1/24 dev tap0
+ip link set tap0 up
+busybox httpd -p 10.0.6.1:80 -h /lab/www
+# What comes in by then lies in memory that was not there at first: the kernel's own, in the highest zone.
+GET='ip addr add 10.0.6.2/24 dev eth0;ip link set eth0 up;echo got $(wget -qO- http://10.0.6.1/blob | sha256sum)'
+MEMORY=1G,prealloc=background,boot=256M guest "$HAS;$GROWN;echo first \$(h);more 880;$GET;$OFF" --ledger /lab/ledger \
+    --net tap=tap0,vhost=on
 grep -E '"(ready|prealloc)"' /lab/ledger
+echo "sent $(sha256sum </lab/www/blob)"
 "#
         ),
         &[],
     );
     printed.shows("grown").shows("status 0").shows("\"ready\": 1073741824");
+    let sum = |name: &str| printed.stdout.lines().find_map(|line| line.trim().strip_prefix(name)).map(str::to_owned);
+    assert!(sum("sent ").is_some() && sum("got ") == sum("sent "), "{printed:#?}");
+    assert!(!printed.stderr.contains("vhost"), "the host's kernel serves: {printed:#?}");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::time::Duration;
 use base::news::News;
 
 use super::pairs::Pairs;
+use super::reach::VhostMemory;
 use super::shared::Shared;
 use super::stats::NetStats;
 use super::tap::Tap;
@@ -131,6 +132,7 @@ impl Net {
             index,
             wire: Some(wire),
             vhost,
+            memory: None,
             shared: Arc::clone(&shared),
             pairs: Arc::clone(&pairs),
             stats: Arc::clone(&stats),
@@ -150,6 +152,15 @@ impl Net {
     pub fn with_patience(mut self, patience: Duration) -> Self {
         for engine in self.idle() {
             engine.patience = patience;
+        }
+        self
+    }
+
+    /// What the host's kernel reaches follows `memory`; without it, it is what the guest has when it starts the device.
+    #[must_use]
+    pub fn reaching(mut self, memory: &Arc<VhostMemory>) -> Self {
+        for engine in self.idle() {
+            engine.memory = Some(Arc::clone(memory));
         }
         self
     }

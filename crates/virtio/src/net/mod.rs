@@ -13,6 +13,7 @@ mod limit;
 mod mac;
 mod outbox;
 mod pairs;
+mod reach;
 mod rx;
 mod shared;
 mod stats;
@@ -27,6 +28,7 @@ mod worker;
 
 pub use device::Net;
 pub use outbox::Outbox;
+pub use reach::VhostMemory;
 pub use stats::{NetCounts, NetStats};
 pub use wire::{NetError, Wire};
 

@@ -10,18 +10,17 @@ use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
+use std::sync::Arc;
 
 use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
-use mem::GuestRam;
 
+use super::reach::{MOST, Reaches, Run, VhostMemory};
 use super::{feature, sys};
 use crate::device::ActiveQueue;
 use crate::features;
 
 /// Where it is.
 const PATH: &str = "/dev/vhost-net";
-/// Regions of guest memory that the kernel takes at least (`max_mem_regions`).
-const REGIONS: usize = 64;
 
 /// `struct vhost_vring_state`.
 #[repr(C)]
@@ -63,7 +62,7 @@ struct Region {
 struct Memory {
     count: u32,
     padding: u32,
-    regions: [Region; REGIONS],
+    regions: [Region; MOST],
 }
 
 /// The number of a request: `_IOW`, or `_IOR` and `_IOWR` with `read`.
@@ -89,10 +88,38 @@ const SET_VRING_CALL: libc::c_ulong = request(false, true, 0x21, size_of::<File>
 const SET_VRING_ERR: libc::c_ulong = request(false, true, 0x22, size_of::<File>());
 const SET_BACKEND: libc::c_ulong = request(false, true, 0x30, size_of::<File>());
 
+/// One open vhost-net device.
+struct Kernel(OwnedFd);
+
 /// One open vhost-net device, which serves one pair of queues.
 pub struct Vhost {
-    fd: OwnedFd,
+    kernel: Arc<Kernel>,
     features: u64,
+}
+
+impl Kernel {
+    fn call<T>(&self, number: libc::c_ulong, argument: &mut T) -> io::Result<()> {
+        // SAFETY: each number carries the size of the struct that the kernel reads or writes, and each caller here passes one
+        // of that size (a memory table is longer than its head and says by how much). The addresses within are guest memory
+        // and its rings: `Service` keeps both mapped until the kernel has given them back.
+        if unsafe { libc::ioctl(self.0.as_raw_fd(), number, std::ptr::from_mut(argument)) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+}
+
+impl Reaches for Kernel {
+    fn reach(&self, runs: &[Run]) -> io::Result<()> {
+        let mut table = Memory { count: 0, padding: 0, regions: [Region::default(); MOST] };
+        for run in runs {
+            let slot = table.regions.get_mut(table.count as usize);
+            let slot = slot.ok_or_else(|| io::Error::other("guest memory is in too many pieces"))?;
+            *slot = Region { guest: run.guest.0, len: run.len, host: run.host.0, flags: 0 };
+            table.count += 1;
+        }
+        self.call(SET_MEM_TABLE, &mut table)
+    }
 }
 
 impl Vhost {
@@ -114,7 +141,7 @@ impl Vhost {
     }
 
     fn new(fd: OwnedFd) -> io::Result<Self> {
-        let mut vhost = Self { fd, features: 0 };
+        let mut vhost = Self { kernel: Arc::new(Kernel(fd)), features: 0 };
         let mut features = 0u64;
         vhost.call(GET_FEATURES, &mut features)?;
         if features & features::VERSION_1 == 0 {
@@ -131,30 +158,11 @@ impl Vhost {
     }
 
     fn call<T>(&self, number: libc::c_ulong, argument: &mut T) -> io::Result<()> {
-        // SAFETY: each number carries the size of the struct that the kernel reads or writes, and each caller here passes one
-        // of that size (a memory table is longer than its head and says by how much). The addresses within are guest memory
-        // and its rings: `Service` keeps both mapped until the kernel has given them back.
-        if unsafe { libc::ioctl(self.fd.as_raw_fd(), number, std::ptr::from_mut(argument)) } < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(())
+        self.kernel.call(number, argument)
     }
 
     fn file(&self, number: libc::c_ulong, index: u32, fd: RawFd) -> io::Result<()> {
         self.call(number, &mut File { index, fd })
-    }
-
-    fn set_memory(&self, ram: &GuestRam) -> io::Result<()> {
-        let mut table = Memory { count: 0, padding: 0, regions: [Region::default(); REGIONS] };
-        // Of memory that comes and goes the kernel knows all: what is not plugged it can reach, and nobody else finds it.
-        let hot = ram.hot().map(|hot| (hot.start(), hot.size(), hot.host()));
-        for (guest, len, host) in ram.regions().chain(hot) {
-            let slot = table.regions.get_mut(table.count as usize);
-            let slot = slot.ok_or_else(|| io::Error::other("guest memory is in too many pieces"))?;
-            *slot = Region { guest: guest.0, len, host: host.0, flags: 0 };
-            table.count += 1;
-        }
-        self.call(SET_MEM_TABLE, &mut table)
     }
 
     /// Hands queue `index` over, all but the tap.
@@ -197,7 +205,7 @@ pub struct Service {
     /// The guest broke a ring: the kernel says so here.
     pub errors: EventFd,
     /// Keeps what the kernel was given mapped.
-    _ram: GuestRam,
+    _memory: Arc<VhostMemory>,
 }
 
 /// Why a pair was not taken; everything comes back.
@@ -218,7 +226,7 @@ impl Service {
     /// [`NotTaken`].
     pub fn start(
         vhost: Vhost,
-        ram: &GuestRam,
+        memory: &Arc<VhostMemory>,
         agreed: u64,
         queues: Vec<ActiveQueue>,
         tap: RawFd,
@@ -232,8 +240,8 @@ impl Service {
             Err(error) => return Err(Box::new(NotTaken { vhost, queues, error })),
         };
         let lent = queues.into_iter().map(|queue| Lent { index: u32::from(queue.index % 2), queue, relay: None });
-        let mut service = Self { vhost, lent: lent.collect(), errors, _ram: ram.clone() };
-        match service.hand_over(ram, agreed, tap) {
+        let mut service = Self { vhost, lent: lent.collect(), errors, _memory: Arc::clone(memory) };
+        match service.hand_over(memory, agreed, tap) {
             Ok(()) => Ok(service),
             Err(error) => {
                 let (vhost, queues) = service.stop();
@@ -242,10 +250,10 @@ impl Service {
         }
     }
 
-    fn hand_over(&mut self, ram: &GuestRam, agreed: u64, tap: RawFd) -> io::Result<()> {
+    fn hand_over(&mut self, memory: &VhostMemory, agreed: u64, tap: RawFd) -> io::Result<()> {
         // The tap brings the virtio header itself.
         self.vhost.call(SET_FEATURES, &mut (agreed & self.vhost.features))?;
-        self.vhost.set_memory(ram)?;
+        memory.join(&self.vhost.kernel)?;
         for lent in &mut self.lent {
             let call = match lent.queue.irq.fd() {
                 Some(fd) => fd,

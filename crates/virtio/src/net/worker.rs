@@ -20,6 +20,7 @@ use super::ctrl::Control;
 use super::feature;
 use super::limit::Limit;
 use super::pairs::Pairs;
+use super::reach::VhostMemory;
 use super::rx::Receive;
 use super::shared::Shared;
 use super::stats::{NetCounts, NetStats};
@@ -51,6 +52,8 @@ pub struct Engine {
     pub wire: Option<Box<dyn Wire>>,
     /// Who serves the pair in the kernel, while nobody does.
     pub vhost: Option<Vhost>,
+    /// What it reaches, if that may change; else it is what the guest has when it starts.
+    pub memory: Option<Arc<VhostMemory>>,
     /// What may change of the configuration.
     pub shared: Arc<Shared>,
     /// Which pairs are in use.
@@ -197,7 +200,8 @@ impl Worker {
     fn lend(&mut self, pair: Vec<ActiveQueue>) -> Result<(), Vec<ActiveQueue>> {
         let Some(wire) = &self.engine.wire else { return Err(pair) };
         let Some(vhost) = self.engine.vhost.take() else { return Err(pair) };
-        let taken = Service::start(vhost, &self.ram, self.features, pair, wire.fd()).map_err(|not| *not);
+        let memory = self.engine.memory.clone().unwrap_or_else(|| Arc::new(VhostMemory::new(&self.ram)));
+        let taken = Service::start(vhost, &memory, self.features, pair, wire.fd()).map_err(|not| *not);
         let watched = taken.and_then(|service| {
             let relays =
                 service.relays().try_for_each(|(index, fd)| self.reactor.add_edge(fd, RELAY + u64::from(index)));
