@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Scripts in fresh copies of the lab machine. Used by every test here; tests share nothing but the lab's cache.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -95,6 +96,19 @@ refused() {
 }
 "#;
 
+/// `tare` for machines that name no interrupt controller, with that of the option instead of the usual one.
+const WITH_IRQCHIP: &str = r#"#!/bin/bash
+[ "${1:-}" = run ] || exec -a tare /lab/programs/tare "$@"
+shift
+case " $* " in *" --irqchip "*) exec -a tare /lab/programs/tare run "$@" ;; esac
+exec -a tare /lab/programs/tare run --irqchip IRQCHIP "$@"
+"#;
+
+/// The interrupt controller that all machines have unless their test names one: `$TARE_E2E_IRQCHIP`, if set.
+pub fn irqchip() -> Option<String> {
+    std::env::var("TARE_E2E_IRQCHIP").ok().filter(|word| !word.is_empty())
+}
+
 /// What a script printed.
 #[derive(Debug)]
 pub struct Printed {
@@ -161,7 +175,18 @@ pub fn script_in(place: Place, script: &str, files: &[(PathBuf, &str)]) -> Print
     }
     let place = if place == Place::Counted { "--counted" } else { "--passthrough" };
     let mut command = tare_lab(&["host", "once", place, "--clock-limit", "1800", "--real-limit", "1800"]);
-    command.arg("--put").arg(format!("{}:/lab/bin/tare", tare.display()));
+    if let Some(irqchip) = irqchip() {
+        let with = scratch.path().join("tare");
+        let written = std::fs::write(&with, WITH_IRQCHIP.replace("IRQCHIP", &irqchip))
+            .and_then(|()| std::fs::set_permissions(&with, std::fs::Permissions::from_mode(0o755)));
+        if let Err(error) = written {
+            panic!("{}: {error}", with.display());
+        }
+        command.arg("--put").arg(format!("{}:/lab/programs/tare", tare.display()));
+        command.arg("--put").arg(format!("{}:/lab/bin/tare", with.display()));
+    } else {
+        command.arg("--put").arg(format!("{}:/lab/bin/tare", tare.display()));
+    }
     command.arg("--put").arg(format!("{}:/lab/script", text.display()));
     for (here, there) in files {
         command.arg("--put").arg(format!("{}:{there}", here.display()));
