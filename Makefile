@@ -15,7 +15,7 @@ BENCH_BLOCK ?=
 # Further options of `make bench-memory`, for instance BENCH_MEMORY="--max 4G --only lookups".
 BENCH_MEMORY ?=
 
-.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-footprint bench-block bench-memory bench-passthrough build deps clean-cache
+.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-footprint bench-block bench-memory bench-passthrough stress build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,9 @@ fuzz: ## each fuzz target for FUZZ_SECONDS (60)
 
 e2e: deps build ## the end-to-end tests in the lab: stock kernels and user space boot, disks, many CPUs, endings, refusals
 	scripts/e2e
+
+stress: deps ## ten million interrupts for each controller while masks, vectors and CPUs change, counted on both sides (an hour)
+	scripts/stress $(STRESS)
 
 bench-exit: deps build ## what the ledger costs: the same exits with accounting on and off, and the ratio
 	cargo build --release --locked -p machine --example exit_cost

@@ -301,6 +301,15 @@ impl Vm {
         self.fd.register_irqfd(fd, gsi.0).map_err(call("KVM_IRQFD"))
     }
 
+    /// Writing `fd` asserts `gsi`, a pin of KVM's own I/O APIC; when the guest ended the interrupt it is released, and `ended`
+    /// is written.
+    ///
+    /// # Errors
+    /// [`KvmError::Call`].
+    pub fn add_resampled_irqfd(&self, fd: &EventFd, ended: &EventFd, gsi: Gsi) -> Result<(), KvmError> {
+        self.fd.register_irqfd_with_resample(fd, ended, gsi.0).map_err(call("KVM_IRQFD with a resample descriptor"))
+    }
+
     /// Undoes [`Vm::add_irqfd`]; what was written before has been raised.
     ///
     /// # Errors

@@ -27,6 +27,8 @@ mod run;
 mod signals;
 mod spaces;
 mod status_page;
+#[cfg(test)]
+mod stress;
 mod tap;
 mod timeline;
 mod timer;
