@@ -5,6 +5,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 /// What the caller attached to a source.
 pub type Token = u64;
@@ -107,6 +108,18 @@ impl Reactor {
     }
 }
 
+impl Reactor {
+    /// Waits until something is ready, or a signal comes, at most `limit`: for waits shorter than the milliseconds of
+    /// [`Reactor::turn`], which says then what it was.
+    pub fn wait(&self, limit: Duration) {
+        let mut epoll = libc::pollfd { fd: self.epoll.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let seconds = libc::time_t::try_from(limit.as_secs()).unwrap_or(libc::time_t::MAX);
+        let limit = libc::timespec { tv_sec: seconds, tv_nsec: limit.subsec_nanos().into() };
+        // SAFETY: one pollfd and one timespec, both live for the call; no signal mask.
+        unsafe { libc::ppoll(&raw mut epoll, 1, &raw const limit, std::ptr::null()) };
+    }
+}
+
 impl AsRawFd for Reactor {
     fn as_raw_fd(&self) -> RawFd {
         self.epoll.as_raw_fd()
@@ -126,7 +139,9 @@ mod tests {
         r.add(&a, 7).unwrap();
         r.add(&b, 9).unwrap();
         assert_eq!(r.turn(Some(0)).unwrap().count(), 0);
+        r.wait(Duration::from_nanos(1));
         b.write(1).unwrap();
+        r.wait(Duration::from_secs(3600));
         let seen: Vec<_> = r.turn(Some(0)).unwrap().map(|e| e.token).collect();
         assert_eq!(seen, [9]);
         assert_eq!(r.turn(Some(0)).unwrap().count(), 1, "level-triggered: not drained yet");

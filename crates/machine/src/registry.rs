@@ -223,7 +223,8 @@ impl Registry {
                 interrupts: c.interrupts,
                 throttled: c.throttled,
                 throttled_ns: c.throttled_ns,
-                ..DeviceLedger::default()
+                coalesced: c.coalesced,
+                coalesced_ns: c.coalesced_ns,
             }
         });
         disks.chain(nets).chain(small).collect()

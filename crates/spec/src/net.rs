@@ -10,6 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::SpecError;
 use crate::check::{MIN_BPS, out_of_range, rate};
+use crate::coalesce::Coalesce;
 use crate::parse::{FromText, Group, Word, parse_number, parse_on_off, parse_size};
 use crate::text::{maybe_size, on_off};
 
@@ -53,11 +54,26 @@ pub struct Net {
     pub pps: Option<u64>,
     /// Packets that may go at once after a pause; `None` is a tenth of `pps`.
     pub pps_burst: Option<u64>,
+    /// Interrupts of a queue wait for further packets; `None` puts nothing off.
+    pub coalesce: Option<Coalesce>,
 }
 
 /// The keys of the text form.
-const KEYS: [&str; 12] =
-    ["kind", "tap", "fd", "vhost", "vhostfd", "queues", "mac", "mtu", "bps", "bps-burst", "pps", "pps-burst"];
+const KEYS: [&str; 13] = [
+    "kind",
+    "tap",
+    "fd",
+    "vhost",
+    "vhostfd",
+    "queues",
+    "mac",
+    "mtu",
+    "bps",
+    "bps-burst",
+    "pps",
+    "pps-burst",
+    "coalesce",
+];
 
 /// Numbers of open files that tare inherits: `5`, or `5:6` for several; in a table a list will do, too.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -179,6 +195,7 @@ impl FromText for Net {
             bps_burst: group.read("bps-burst", parse_size)?,
             pps: group.read("pps", parse_number)?,
             pps_burst: group.read("pps-burst", parse_number)?,
+            coalesce: group.read("coalesce", Coalesce::parse)?,
         })
     }
 }
@@ -257,6 +274,13 @@ impl Net {
             let what = "the host's kernel knows no rate limits";
             return Err(out_of_range("net.vhost", what, "use tc on the tap, or take vhost out"));
         }
+        if let Some(coalesce) = self.coalesce {
+            coalesce.check("net.coalesce")?;
+            if wanted {
+                let what = "the host's kernel puts no interrupts off";
+                return Err(out_of_range("net.coalesce", what, "take it out, or vhost"));
+            }
+        }
         Ok(())
     }
 }
@@ -310,6 +334,10 @@ mod tests {
         let tap = Net { kind: NetKind::Tap, tap: Some("tap0".into()), ..Net::default() };
         assert_eq!(Net::from_text("tap,tap=tap0").unwrap(), tap);
         let mac = Some(Mac([0x52, 0x54, 0, 0x12, 0x34, 0xab]));
+        let off = Coalesce { usec: 50, frames: 8 };
+        assert_eq!(Net::from_text("user,coalesce=50:8").unwrap(), Net { coalesce: Some(off), ..Net::default() });
+        assert!(says("tap,tap=a,vhost=on,coalesce=50:8").contains("puts no interrupts off"));
+        assert!(says("user,coalesce=0:8").contains("net.coalesce"));
         let full = Net { fd: Descriptors(vec![5]), mac, mtu: Some(9000), tap: None, ..tap };
         assert_eq!(Net::from_text("fd=5,kind=tap,mac=52:54:00:12:34:AB,mtu=9000").unwrap(), full);
         assert_eq!(check(&[full, Net::default(), Net::default()]), Ok(()));

@@ -196,6 +196,7 @@ const FLAGS: &[Flag] = &[
             "a virtio network device; give it again for more:",
             "user[,fd=N] is passt, started by tare (N: a socket to one),",
             "tap,tap=NAME or tap,fd=N[:M...] a tap; then [,mac=ADDRESS][,mtu=N]",
+            "[,coalesce=MICROSECONDS:PACKETS] (as of a disk)",
         ],
         set: |t, v| {
             t.net.get_or_insert_default().push(Said(Net::from_text(&utf8("net", v)?)?));

@@ -18,6 +18,7 @@ use super::vhost::Vhost;
 use super::wire::{NetError, Wire};
 use super::worker::{self, Engine, Handle};
 use super::{feature, mac};
+use crate::coalesce::Coalescer;
 use crate::device::{Activation, ActiveQueue, VirtioDevice};
 use crate::queue::DEFAULT_SIZE;
 use crate::throttle::{Clock, Throttle};
@@ -36,6 +37,7 @@ pub struct Net {
     pairs: Arc<Pairs>,
     stats: Arc<NetStats>,
     limits: spec::Throttle,
+    coalesce: Option<spec::Coalesce>,
     state: State,
 }
 
@@ -137,13 +139,15 @@ impl Net {
             pairs: Arc::clone(&pairs),
             stats: Arc::clone(&stats),
             limits: [None, None],
+            coalescer: Coalescer::new(None, Clock::default()),
             patience: PATIENCE,
             name: format!("net{number}"),
         };
         let state = State::Idle((0..).zip(wires).map(engine).collect());
         let limits =
             spec::Throttle { bps: spec.bps, bps_burst: spec.bps_burst, iops: spec.pps, iops_burst: spec.pps_burst };
-        let device = Self { number, features, queue_sizes, shared, pairs, stats, limits, state };
+        let coalesce = spec.coalesce;
+        let device = Self { number, features, queue_sizes, shared, pairs, stats, limits, coalesce, state };
         Ok(device.with_clock(Clock::default()))
     }
 
@@ -165,11 +169,13 @@ impl Net {
         self
     }
 
-    /// Rate limits by another clock.
+    /// Rate limits and interrupts that wait by another clock.
     #[must_use]
     pub fn with_clock(mut self, clock: Clock) -> Self {
-        let limits = [clock.clone(), clock].map(|clock| Throttle::new(&self.limits, clock).map(Arc::new));
+        let limits = [clock.clone(), clock.clone()].map(|clock| Throttle::new(&self.limits, clock).map(Arc::new));
+        let coalescer = Coalescer::new(self.coalesce, clock);
         for engine in self.idle() {
+            engine.coalescer.clone_from(&coalescer);
             engine.limits.clone_from(&limits);
         }
         self

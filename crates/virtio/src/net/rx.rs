@@ -15,6 +15,7 @@ use super::sys::MAX_SEGS;
 use super::tx::Round;
 use super::wire::Wire;
 use super::{HEADER, NUM_BUFFERS};
+use crate::coalesce::Coalescer;
 use crate::device::ActiveQueue;
 use crate::fault::GuestFault;
 use crate::queue::{Chain, DEFAULT_SIZE, copy_in};
@@ -34,6 +35,8 @@ pub struct Receive {
     queue: ActiveQueue,
     chain: Chain,
     limit: Limit,
+    /// When the guest hears of packets.
+    pub coalescer: Coalescer,
     merged: bool,
     buffers: VecDeque<Buffer>,
     segs: Vec<Seg>,
@@ -46,11 +49,12 @@ pub struct Receive {
 
 impl Receive {
     /// Serves `queue` as fast as `limit` allows; `merged`: the driver takes packets in several buffers.
-    pub fn new(queue: ActiveQueue, merged: bool, limit: Limit) -> Self {
+    pub fn new(queue: ActiveQueue, merged: bool, limit: Limit, coalescer: Coalescer) -> Self {
         Self {
             queue,
             chain: Chain::new(),
             limit,
+            coalescer,
             merged,
             buffers: VecDeque::new(),
             segs: Vec::new(),
@@ -89,11 +93,15 @@ impl Receive {
                 }
             }
         }
-        if self.queue.ring.needs_notification() {
+        Ok(round)
+    }
+
+    /// Interrupts the guest, if it is time and it wants to hear of what it got.
+    pub fn interrupt(&mut self, counts: &mut NetCounts) {
+        if counts.put_off(&mut self.coalescer) && self.queue.ring.needs_notification() {
             counts.interrupts += 1;
             self.queue.irq.notify();
         }
-        Ok(round)
     }
 
     /// One packet; `Ok(Ok(false))`: the guest has no buffers for it.
@@ -131,6 +139,7 @@ impl Receive {
             if len < HEADER {
                 // `GuestFault::NoRoom`: given back as it came.
                 self.queue.ring.push_used(self.chain.head(), 0);
+                self.coalescer.finish();
                 continue;
             }
             let segs = self.chain.writable();
@@ -165,6 +174,7 @@ impl Receive {
             left -= written;
             (buffer.head, written as u32)
         }));
+        self.coalescer.finish();
         self.segs.drain(..segs);
         self.room -= covered;
         self.limit.charge(len.saturating_sub(HEADER));

@@ -6,6 +6,8 @@ use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use crate::coalesce::{Coalescer, Waited};
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Counters at one moment.
@@ -59,6 +61,21 @@ counters! {
     throttled,
     /// How long, in nanoseconds of the throttle's clock.
     throttled_ns,
+    /// Interrupts that waited for further packets.
+    coalesced,
+    /// How long, in nanoseconds of the device's clock.
+    coalesced_ns,
+}
+
+impl NetCounts {
+    /// Whether the interrupt of `coalescer`'s queue is due; counts what it waited.
+    pub(super) fn put_off(&mut self, coalescer: &mut Coalescer) -> bool {
+        let mut waited = Waited::default();
+        let due = coalescer.take(&mut waited);
+        self.coalesced += waited.times;
+        self.coalesced_ns += waited.ns;
+        due
+    }
 }
 
 /// A tap whose packets the host's kernel moves.

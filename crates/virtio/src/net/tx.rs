@@ -9,6 +9,7 @@ use super::limit::Limit;
 use super::outbox::Outbox;
 use super::stats::NetCounts;
 use super::wire::Wire;
+use crate::coalesce::Coalescer;
 use crate::device::ActiveQueue;
 use crate::fault::GuestFault;
 use crate::queue::Chain;
@@ -31,14 +32,16 @@ pub struct Transmit {
     queue: ActiveQueue,
     chain: Chain,
     limit: Limit,
+    /// When the guest hears that packets left.
+    pub coalescer: Coalescer,
     /// Packets the wire has not taken yet.
     pub out: Outbox,
 }
 
 impl Transmit {
     /// Serves `queue` with packets as the wire wants them, as fast as `limit` allows.
-    pub fn new(queue: ActiveQueue, out: Outbox, limit: Limit) -> Self {
-        Self { queue, chain: Chain::new(), limit, out }
+    pub fn new(queue: ActiveQueue, out: Outbox, limit: Limit, coalescer: Coalescer) -> Self {
+        Self { queue, chain: Chain::new(), limit, coalescer, out }
     }
 
     /// One batch. Without a `wire` packets go nowhere, as with a cable that is out.
@@ -91,8 +94,9 @@ impl Transmit {
                 None => counts.sent_dropped += 1,
             }
             self.queue.ring.push_used(done.head, 0);
+            self.coalescer.finish();
         }
-        if self.queue.ring.needs_notification() {
+        if counts.put_off(&mut self.coalescer) && self.queue.ring.needs_notification() {
             counts.interrupts += 1;
             self.queue.irq.notify();
         }

@@ -28,6 +28,7 @@ use super::tx::{Round, Transmit};
 use super::vhost::{NotTaken, Service, Vhost};
 use super::watch::Watch;
 use super::wire::Wire;
+use crate::coalesce::Coalescer;
 use crate::device::{Activation, ActiveQueue, DeviceStatus};
 use crate::fault::GuestFault;
 use crate::throttle::Throttle;
@@ -62,6 +63,8 @@ pub struct Engine {
     pub stats: Arc<NetStats>,
     /// Rate limits, to the guest and from it.
     pub limits: [Option<Arc<Throttle>>; 2],
+    /// How each queue's interrupts wait for further packets.
+    pub coalescer: Coalescer,
     /// How long the wire may stand still while it has to move.
     pub patience: Duration,
     /// For the user: `net0`.
@@ -239,10 +242,10 @@ impl Worker {
             self.reactor.add_edge(&queue.kick, KICK)?;
             if queue.index % 2 == 0 {
                 let merged = self.features & feature::MRG_RXBUF != 0;
-                self.rx = Some(Receive::new(queue, merged, Limit::new(rx.clone())));
+                self.rx = Some(Receive::new(queue, merged, Limit::new(rx.clone()), self.engine.coalescer.clone()));
             } else {
                 let out = self.engine.wire.as_deref().map_or_else(super::Outbox::packets, Wire::outbox);
-                self.tx = Some(Transmit::new(queue, out, Limit::new(tx.clone())));
+                self.tx = Some(Transmit::new(queue, out, Limit::new(tx.clone()), self.engine.coalescer.clone()));
             }
         }
         Ok(())
@@ -319,6 +322,10 @@ impl Worker {
             let round = rx.run(&mut **wire, &mut self.counts)?;
             more |= self.after(round);
         }
+        // Also what came before the wire was gone.
+        if let Some(rx) = &mut self.rx {
+            rx.interrupt(&mut self.counts);
+        }
         Ok(more)
     }
 
@@ -377,12 +384,26 @@ impl Worker {
         [next, self.wait].into_iter().flatten().min()
     }
 
+    /// How long the next interrupt that was put off has to wait yet.
+    fn held(&self) -> Option<Duration> {
+        if self.dead {
+            return None;
+        }
+        let rx = self.rx.as_ref().and_then(|rx| rx.coalescer.wait());
+        let tx = self.tx.as_ref().and_then(|tx| tx.coalescer.wait());
+        [rx, tx].into_iter().flatten().min()
+    }
+
     fn sleep(&mut self, limit: Option<Duration>) -> io::Result<()> {
         self.engine.stats.publish(self.engine.index, &self.counts);
-        // Rounded up, so that the time is over when the wait is.
-        let limit = limit.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).saturating_add(1));
         let mut broken = false;
-        for event in self.reactor.turn(limit)? {
+        // Rounded up, so that the time is over when the wait is.
+        let mut limit_ms = limit.map(|limit| u32::try_from(limit.as_millis()).unwrap_or(u32::MAX).saturating_add(1));
+        if let Some(held) = self.held() {
+            self.reactor.wait(limit.map_or(held, |limit| limit.min(held)));
+            limit_ms = Some(0);
+        }
+        for event in self.reactor.turn(limit_ms)? {
             match event.token {
                 KICK => self.counts.kicks += 1,
                 WIRE | WAKE => {

@@ -326,3 +326,35 @@ fn each_way_is_paid_in_its_own_tokens() {
     assert_eq!((counts.sent, counts.received, counts.sent_dropped, counts.received_dropped), (10, 10, 0, 0));
     assert!(counts.throttled >= 2 && counts.throttled_ns > 0, "{counts:?}");
 }
+
+/// Interrupts of each queue wait for further packets, by a clock of the test's own; the packets do not.
+#[test]
+fn interrupts_wait_for_packets_and_packets_for_nothing() {
+    let clock = Arc::new(AtomicU64::new(0));
+    let limits = spec::Net { coalesce: Some(spec::Coalesce { usec: 100_000, frames: 4 }), ..spec::Net::default() };
+    let (mut rig, mut peer) = Rig::limited(&limits, Clock::Manual(clock.clone()));
+    let stats = rig.device.stats();
+    let mut all = 0;
+    // Published before the worker sleeps, so its look at the interrupts came before, too.
+    let mut get = |rig: &mut Rig, count: u64| {
+        all += count;
+        for i in 0..count {
+            rig.post(&[2000]);
+            peer.send(&[i as u8; 60]);
+        }
+        rig.kick(RX);
+        rig.until("the packets", |_| stats.read().received == all);
+    };
+    get(&mut rig, 3);
+    assert_eq!(stats.read().interrupts, 0, "three of four, and the clock stands still");
+    get(&mut rig, 1);
+    rig.until("enough of them", |_| stats.read().interrupts == 1);
+    get(&mut rig, 2);
+    assert_eq!(stats.read().coalesced, 1);
+    clock.store(100_000_000, Ordering::Release);
+    rig.kick(RX);
+    // Whether the driver wants one is its used_event's to say; here it stands where it was.
+    rig.until("its time", |_| stats.read().coalesced == 2);
+    let counts = stats.read();
+    assert_eq!((counts.received, counts.coalesced, counts.coalesced_ns), (6, 2, 100_000_000));
+}
