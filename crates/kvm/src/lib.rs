@@ -4,6 +4,7 @@
 //! `machine` drives it; nothing else of ours does. Calls are thin: one ioctl each, errors say which one failed.
 
 mod dirty;
+mod hardware;
 pub mod probe;
 mod ring;
 mod stats;
@@ -12,6 +13,7 @@ mod vfio;
 mod vm;
 
 pub use dirty::{DirtyRing, bitmap_words};
+pub use hardware::interrupt_hardware;
 pub use kvm_bindings::{
     CpuId, KVM_X86_DISABLE_EXITS_CSTATE, KVM_X86_DISABLE_EXITS_HLT, KVM_X86_DISABLE_EXITS_MWAIT,
     KVM_X86_DISABLE_EXITS_PAUSE, Msrs, kvm_cpuid_entry2 as CpuidEntry, kvm_msr_entry as MsrEntry, kvm_regs as Regs,

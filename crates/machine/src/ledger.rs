@@ -268,6 +268,8 @@ pub struct Ledger {
     pub devices: Vec<DeviceLedger>,
     /// Exits that the user had left out, as `hlt`.
     pub disabled_exits: Vec<&'static str>,
+    /// What of the host's hardware delivers interrupts to running vCPUs without exits: `apicv`, `avic`, or nothing.
+    pub interrupt_hardware: Option<&'static str>,
     /// What the phases of the start took.
     pub startup: StartUp,
     /// What had been reached when; with exits if the timeline was asked for.
@@ -376,6 +378,9 @@ impl Ledger {
             let all = ms(hit + missed);
             writeln!(f, "halt polling: {all:.1} ms of the host's CPU time, {:.1} of them in vain", ms(missed))?;
         }
+        if let Some(hardware) = self.interrupt_hardware {
+            writeln!(f, "interrupts by {hardware}: no exits to deliver them to vCPUs that run")?;
+        }
         if self.disabled_exits.contains(&"hlt") {
             let held: u64 = self.vcpus.iter().map(|v| v.guest_ns + v.kvm_ns).sum();
             let most = ms(self.wall_ns) * self.vcpus.len() as f64;
@@ -478,12 +483,15 @@ mod tests {
             wall_ns: 10_000_000,
             vcpus: vec![v.clone(), v],
             disabled_exits: vec!["hlt", "pause"],
+            interrupt_hardware: Some("avic"),
             ..Ledger::default()
         };
         let text = ledger.to_string();
         assert!(text.contains("\nhalt polling: 4.0 ms of the host's CPU time, 1.0 of them in vain\n"), "{text}");
         assert!(text.contains("\nno exits on hlt: vCPUs held host CPUs for 8.0 of 20.0 ms, idle or not\n"), "{text}");
+        assert!(text.contains("\ninterrupts by avic: "), "{text}");
         let text = Ledger::default().to_string();
+        assert!(!text.contains("interrupts by"), "{text}");
         assert!(!text.contains("halt polling") && !text.contains("no exits on hlt"), "{text}");
     }
 

@@ -168,6 +168,7 @@ fn guest_run(
     }));
     let mut ledger = account(clock, setup, &stopped, devices, &ranges, &kvm_vm);
     ledger.disabled_exits = vm.disable_exits.words().collect();
+    ledger.interrupt_hardware = kvm::interrupt_hardware("/".as_ref());
     ledger.startup = startup;
     if accounting != Accounting::Places {
         ledger.timeline = timeline.take();
@@ -330,6 +331,7 @@ fn account(
         vcpus: vcpus.collect(),
         devices,
         disabled_exits: Vec::new(),
+        interrupt_hardware: None,
         startup: StartUp::default(),
         timeline: Vec::new(),
         places: most_frequent(stopped),
