@@ -18,10 +18,13 @@ use spec::Prealloc as When;
 use crate::error::{Error, host};
 use crate::hotplug::{self, MemoryControl};
 use crate::ledger::memory;
+use crate::room;
 use crate::vcpu::affinity::CpuSet;
 
 /// How often the progress bar moves.
 const TURN: Duration = Duration::from_millis(100);
+/// How often a log gets a line.
+const LINES: Duration = Duration::from_secs(5);
 /// Characters of the bar.
 const BAR: usize = 30;
 
@@ -80,7 +83,7 @@ impl StartUp {
 /// [`Error::Memory`] and [`Error::TooMuch`].
 pub fn find(spec: &spec::Vm, startup: &mut StartUp) -> Result<GuestRam, Error> {
     if !matches!(spec.memory.prealloc, When::Off | When::Pool) && !spec.memory.pages.are_reserved() {
-        check_room(spec.memory.size)?;
+        room::check(spec.memory.size)?;
     }
     let begun = Instant::now();
     let backed = mem::backing::back(&mem::ranges(spec.memory.at_start()), hotplug::to_plug(spec), &spec.memory)?;
@@ -111,7 +114,11 @@ pub enum Later {
 /// # Errors
 /// [`Error::Memory`] when the host has less.
 pub fn make(spec: &spec::Vm, ram: &GuestRam, startup: &mut StartUp) -> Result<Later, Error> {
-    let work = |way| Arc::new(Prealloc::new(ram, way));
+    // Pages that the host has set aside are the guest's already.
+    let asking = |work: Prealloc| {
+        Arc::new(if spec.memory.pages.are_reserved() { work } else { work.asking(Box::new(room::left)) })
+    };
+    let work = |way| asking(Prealloc::new(ram, way));
     let vcpus = usize::from(spec.cpus.count);
     let (name, threads, way) = match spec.memory.prealloc {
         When::Off => ("off", 0, None),
@@ -141,7 +148,7 @@ pub fn make(spec: &spec::Vm, ram: &GuestRam, startup: &mut StartUp) -> Result<La
             startup.fault_and_zero_ns = nanoseconds(begun);
             (startup.ready, startup.huge) = (first.done(), huge(ram));
             let rest = spec.memory.size - spec.memory.at_start();
-            Ok(Later::Background(Arc::new(Prealloc::of_hot(ram, rest, Way::Populate))))
+            Ok(Later::Background(asking(Prealloc::of_hot(ram, rest, Way::Populate))))
         }
         (None, When::Background) => Ok(Later::Background(work(Way::Populate))),
         (None, _) => Ok(Later::Nothing),
@@ -181,24 +188,54 @@ fn finished(work: &Prealloc) -> Result<(), Error> {
     work.result().map_err(|source| MemError::Ready { done: work.done() >> 20, size: work.total() >> 20, source }.into())
 }
 
-/// A progress bar on a terminal, until all threads are done. Short work shows none.
+/// Shows the user how far memory is, until all threads are done: a bar on a terminal, and lines in a log. Short work shows none.
 fn show(work: &Prealloc, running: &[JoinHandle<()>]) {
     use std::io::IsTerminal;
-    let (begun, terminal) = (Instant::now(), std::io::stderr().is_terminal());
-    let mut shown = false;
+    let begun = Instant::now();
+    let mut shown = Shown { terminal: std::io::stderr().is_terminal(), last: None };
     let mut nap = Duration::from_micros(50);
+    // Standard error may be closed; there is nobody left to tell.
     while running.iter().any(|thread| !thread.is_finished()) {
         std::thread::sleep(nap);
         nap = (nap * 2).min(TURN);
-        if terminal && begun.elapsed() > TURN * 2 {
-            // Standard error may be closed; there is nobody left to tell.
-            let _ = write!(std::io::stderr(), "\r{}", bar(work.done(), work.total(), begun.elapsed()));
-            shown = true;
+        let _ = std::io::stderr().write_all(shown.turn(work.done(), work.total(), begun.elapsed()).as_bytes());
+    }
+    let _ = std::io::stderr().write_all(shown.end(work.done(), work.total(), begun.elapsed()).as_bytes());
+}
+
+/// What the user has seen so far.
+struct Shown {
+    terminal: bool,
+    /// When something was written last, since the beginning.
+    last: Option<Duration>,
+}
+
+impl Shown {
+    /// What to write now.
+    fn turn(&mut self, done: u64, total: u64, after: Duration) -> String {
+        let wait = if self.terminal { TURN * 2 } else { LINES };
+        if after < self.last.map_or(wait, |last| last + if self.terminal { TURN } else { LINES }) {
+            return String::new();
+        }
+        self.last = Some(after);
+        if self.terminal { format!("\r{}", bar(done, total, after)) } else { line(done, total, after) }
+    }
+
+    /// What to write at the end: the bar goes, a log that has a line gets the last one.
+    fn end(&self, done: u64, total: u64, after: Duration) -> String {
+        match (self.last, self.terminal) {
+            (None, _) => String::new(),
+            (Some(_), true) => format!("\r{:width$}\r", "", width = BAR + 50),
+            (Some(_), false) => line(done, total, after),
         }
     }
-    if shown {
-        let _ = write!(std::io::stderr(), "\r{:width$}\r", "", width = BAR + 50);
-    }
+}
+
+/// A line of a log.
+fn line(done: u64, total: u64, after: Duration) -> String {
+    let (gib, seconds) = (|bytes: u64| bytes as f64 / (1u64 << 30) as f64, after.as_secs_f64().max(1e-9));
+    let rate = gib(done) / seconds;
+    format!("tare: memory: {:.1} of {:.1} GiB ready after {seconds:.1} s, {rate:.1} GiB/s\n", gib(done), gib(total))
 }
 
 fn bar(done: u64, total: u64, after: Duration) -> String {
@@ -213,47 +250,6 @@ fn bar(done: u64, total: u64, after: Duration) -> String {
 fn cpus_of(node: u32) -> Option<CpuSet> {
     let text = std::fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist")).ok()?;
     CpuSet::listed(text.trim())
-}
-
-/// Refuses what would only wake the kernel's out-of-memory killer: more than is free, or than the limit of this cgroup.
-fn check_room(size: u64) -> Result<(), Error> {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let free = field(&text, "MemAvailable:").map(|free| free + field(&text, "SwapFree:").unwrap_or(0));
-    if let Some(free) = free.filter(|free| *free < size) {
-        return Err(Error::TooMuch(format!(
-            "{} MiB of guest memory can't be made ready, {} MiB are free on this host: --memory prealloc; ask for less, or \
-             take prealloc= out",
-            size >> 20,
-            free >> 20
-        )));
-    }
-    let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let own = own.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    let mut folder = std::path::Path::new("/sys/fs/cgroup").join(own);
-    while folder.starts_with("/sys/fs/cgroup") {
-        let number = |name: &str| std::fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok();
-        if let (Some(max), Some(now)) = (number("memory.max"), number("memory.current"))
-            && max.saturating_sub(now) < size
-        {
-            return Err(Error::TooMuch(format!(
-                "{} MiB of guest memory can't be made ready, this cgroup may have {} MiB more: --memory prealloc; raise \
-                 {}/memory.max, or ask for less",
-                size >> 20,
-                max.saturating_sub(now) >> 20,
-                folder.display()
-            )));
-        }
-        if !folder.pop() {
-            break;
-        }
-    }
-    Ok(())
-}
-
-/// A field of `/proc/meminfo`, in bytes.
-fn field(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find(|l| l.starts_with(name))?;
-    Some(line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()? << 10)
 }
 
 /// A thread that goes on with the work while the guest runs.
@@ -378,6 +374,24 @@ mod tests {
         vm.memory.size = 8 << 40;
         let said = find(&vm, &mut StartUp::default()).err().unwrap().to_string();
         assert!(said.starts_with("8388608 MiB of guest memory can't be made ready") && !said.contains('\n'), "{said}");
+    }
+
+    #[test]
+    fn a_terminal_has_a_bar_and_a_log_has_lines() {
+        let (gib, ms) = (1u64 << 30, Duration::from_millis);
+        let mut terminal = Shown { terminal: true, last: None };
+        assert_eq!((terminal.turn(0, gib, ms(100)), terminal.end(gib, gib, ms(150))), (String::new(), String::new()));
+        let first = terminal.turn(gib / 2, gib, ms(200));
+        assert!(first.starts_with("\rtare: memory [####") && first.ends_with("0.5 of 1.0 GiB, 2.5 GiB/s"), "{first:?}");
+        assert_eq!(terminal.turn(gib / 2, gib, ms(250)), "", "not more often than it can be seen");
+        assert!(terminal.turn(gib, gib, ms(300)).contains(&"#".repeat(30)));
+        let end = terminal.end(gib, gib, ms(400));
+        assert!(end.starts_with('\r') && end.ends_with('\r') && end.trim().is_empty(), "nothing is left of it");
+        let mut log = Shown { terminal: false, last: None };
+        assert_eq!(log.turn(gib, 8 * gib, ms(4900)), "");
+        assert_eq!(log.turn(4 * gib, 8 * gib, ms(5000)), "tare: memory: 4.0 of 8.0 GiB ready after 5.0 s, 0.8 GiB/s\n");
+        assert_eq!(log.turn(5 * gib, 8 * gib, ms(6000)), "");
+        assert_eq!(log.end(8 * gib, 8 * gib, ms(8000)), "tare: memory: 8.0 of 8.0 GiB ready after 8.0 s, 1.0 GiB/s\n");
     }
 
     #[test]

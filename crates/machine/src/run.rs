@@ -46,6 +46,8 @@ pub struct Report {
     pub outcome: Outcome,
     /// What it cost.
     pub ledger: Ledger,
+    /// When it began: the ledger's times count from here.
+    pub begun: Instant,
 }
 
 /// Builds the VM that `vm` describes, runs it to its end and says how it went.
@@ -173,7 +175,7 @@ fn guest_run(
     if accounting != Accounting::Places {
         ledger.timeline = timeline.take();
     }
-    Ok(Report { outcome, ledger })
+    Ok(Report { outcome, ledger, begun: clock.begun })
 }
 
 fn start(

@@ -375,6 +375,26 @@ mod tests {
     }
 
     #[test]
+    fn pages_merge_only_where_that_is_asked_for() {
+        /// Whether the kernel may merge pages of the mapping that starts there.
+        fn may_merge(ram: &GuestRam) -> bool {
+            let (_, _, host) = ram.regions().next().unwrap();
+            let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+            let own = smaps.split(&format!("\n{:x}-", host.0)).nth(1).unwrap();
+            let flags = own.lines().find_map(|line| line.strip_prefix("VmFlags:")).unwrap();
+            flags.split_ascii_whitespace().any(|flag| flag == "mg")
+        }
+        assert!(!may_merge(&back(&RANGES, None, &memory()).unwrap().ram));
+        match back(&RANGES, None, &Memory { ksm: true, ..memory() }) {
+            Ok(backed) => assert!(may_merge(&backed.ram)),
+            Err(e) => {
+                let said = e.to_string();
+                assert!(said.contains("merges no pages") && said.contains("memory.ksm; take ksm=on out"), "{said}");
+            }
+        }
+    }
+
+    #[test]
     fn a_node_that_is_not_there_is_named() {
         let memory = Memory { host_node: Some(1000), ..memory() };
         let said = back(&RANGES, None, &memory).err().unwrap().to_string();

@@ -25,11 +25,16 @@ pub enum Way {
     Populate,
 }
 
+/// Says whether the host has room for that many bytes more.
+pub type Room = Box<dyn Fn(u64) -> io::Result<()> + Send + Sync>;
+
 /// Memory that is being made ready. Shared by those who work on it.
 pub struct Prealloc {
     /// Keeps the runs mapped.
     _ram: GuestRam,
     way: Way,
+    /// Asked before each piece.
+    room: Option<Room>,
     /// Address here and size of each run.
     runs: Vec<(u64, u64)>,
     total: u64,
@@ -57,6 +62,7 @@ impl Prealloc {
         Self {
             _ram: ram.clone(),
             way,
+            room: None,
             total: runs.iter().map(|(_, len)| len).sum(),
             runs,
             next: AtomicU64::new(0),
@@ -64,6 +70,13 @@ impl Prealloc {
             stop: AtomicBool::new(false),
             failed: Mutex::new(None),
         }
+    }
+
+    /// The same, but whoever works on it asks `room` before each piece, and stops with its error: a limit that is met in a page
+    /// fault has the kernel kill the process, without a word.
+    #[must_use]
+    pub fn asking(self, room: Room) -> Self {
+        Self { room: Some(room), ..self }
     }
 
     /// Bytes in all.
@@ -96,7 +109,9 @@ impl Prealloc {
             if from >= self.total {
                 return;
             }
-            if let Err(e) = self.piece(from, PIECE.min(self.total - from)) {
+            let len = PIECE.min(self.total - from);
+            let room = self.room.as_ref().map_or(Ok(()), |room| room(len));
+            if let Err(e) = room.and_then(|()| self.piece(from, len)) {
                 self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
                 return self.stop();
             }
@@ -205,6 +220,25 @@ mod tests {
         work.result().unwrap();
         assert_eq!((told, work.total() >> 20), (vec![64, 128, 150], 150));
         assert_eq!(Prealloc::of_hot(&ram, 1 << 40, Way::Touch).total(), 256 << 20);
+    }
+
+    #[test]
+    fn a_limit_that_is_met_halfway_ends_it_with_its_reason() {
+        let ram = GuestRam::anonymous(&[(Gpa(0), 256 << 20)]).unwrap();
+        let left = AtomicU64::new(130 << 20);
+        let room = move |len: u64| {
+            let less = |left: u64| left.checked_sub(len);
+            let took = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+            took.map(drop).map_err(|left| io::Error::other(format!("{} MiB are left", left >> 20)))
+        };
+        let work = Prealloc::new(&ram, Way::Populate).asking(Box::new(room));
+        std::thread::scope(|scope| (0..2).for_each(|_| drop(scope.spawn(|| work.work()))));
+        assert_eq!(work.result().unwrap_err().to_string(), "2 MiB are left");
+        assert_eq!(
+            (work.done(), resident(&ram)),
+            (128 << 20, (128 << 20) / 4096),
+            "what is there stays, and no more comes"
+        );
     }
 
     #[test]

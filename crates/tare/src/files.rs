@@ -8,8 +8,10 @@ use std::path::{Path, PathBuf};
 
 use crate::exit::{Failure, reason};
 
-/// A place for the ledger that is known to take it.
+/// A place for the ledger, or for what else is written at the end of a run, that is known to take it.
 pub struct LedgerFile {
+    /// For what the user is told.
+    what: &'static str,
     path: PathBuf,
     /// Written first, then renamed onto `path`; `None` writes in place (a pipe, a device).
     draft: Option<PathBuf>,
@@ -21,9 +23,17 @@ impl LedgerFile {
     /// # Errors
     /// [`Failure`] with exit code 2.
     pub fn reserve(path: &Path) -> Result<Self, Failure> {
+        Self::reserve_as("ledger", path)
+    }
+
+    /// [`LedgerFile::reserve`] for something that is called `what`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reserve_as(what: &'static str, path: &Path) -> Result<Self, Failure> {
         let refuse = |e: &io::Error| {
             Failure::usage(format!(
-                "ledger can't be written, {}: {}; name a file in a folder that exists and that you may write",
+                "{what} can't be written, {}: {}; name a file in a folder that exists and that you may write",
                 reason(e),
                 path.display()
             ))
@@ -34,14 +44,14 @@ impl LedgerFile {
             Err(_) => false,
         };
         if in_place {
-            return Ok(Self { path: path.to_owned(), draft: None });
+            return Ok(Self { what, path: path.to_owned(), draft: None });
         }
         let name = path.file_name().ok_or_else(|| refuse(&io::Error::other("it names no file")))?;
         // A link keeps pointing where it points: the draft goes beside what it names.
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let draft = path.with_file_name(format!(".{}.{}.draft", name.to_string_lossy(), std::process::id()));
         File::create(&draft).and_then(|_| fs::remove_file(&draft)).map_err(|e| refuse(&e))?;
-        Ok(Self { path, draft: Some(draft) })
+        Ok(Self { what, path, draft: Some(draft) })
     }
 
     /// Writes `bytes` so that a reader sees the old file or the new one, never half of one.
@@ -59,7 +69,8 @@ impl LedgerFile {
                 // Best effort: the complaint below is about the same disk.
                 let _ = fs::remove_file(draft);
             }
-            Failure::monitor(format!("ledger lost, {}: {}; make room and run again", reason(&e), self.path.display()))
+            let (what, why) = (self.what, reason(&e));
+            Failure::monitor(format!("{what} lost, {why}: {}; make room and run again", self.path.display()))
         })
     }
 }

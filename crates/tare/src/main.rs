@@ -14,6 +14,7 @@ mod img;
 mod meaning;
 mod memory_pool;
 mod passthrough;
+mod profile;
 mod run;
 mod terminal;
 mod vmm;
@@ -95,11 +96,15 @@ fn command(args: &mut Parser) -> Result<Done, Failure> {
             Asked::Help => show(passthrough::HELP),
             Asked::Do(asked) => passthrough::run(&asked)?,
         },
+        Some("profile") => match profile::parse(args)? {
+            Asked::Help => show(profile::HELP),
+            Asked::Do(asked) => profile::run(asked)?,
+        },
         Some("help") => show(&overview()),
         _ => {
             let what = format!("unknown command `{}`: command line", name.to_string_lossy());
             return Err(Failure::usage(format!(
-                "{what}; the commands are run, boot, ctl, img, memory-pool, passthrough and doctor"
+                "{what}; the commands are run, boot, ctl, img, memory-pool, passthrough, profile and doctor"
             )));
         }
     };
@@ -118,6 +123,7 @@ fn overview() -> String {
          usage:\n\
          \x20 tare run --kernel FILE [--disk FILE] [--cpus N] [--memory SIZE] ...   run a machine\n\
          \x20 tare boot --explain --kernel FILE ...                               the same, once; the boot as a timeline\n\
+         \x20 tare profile --out FILE -- run ...                                    where its time goes, as a flame graph\n\
          \x20 tare ctl --api SOCKET COMMAND ...                                   ask a machine that runs\n\
          \x20 tare img COMMAND [options] FILE...                                  work on disk images\n\
          \x20 tare memory-pool --socket SOCKET --size SIZE                          keep memory ready for machines\n\

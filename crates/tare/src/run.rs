@@ -66,6 +66,14 @@ impl LedgerTo {
 /// # Errors
 /// [`Failure`], for the caller to print once the terminal is back.
 pub fn run(meant: &Meant) -> Result<Exit, Failure> {
+    weigh(meant).map(|(exit, _)| exit)
+}
+
+/// [`run`], and what the last start of the machine weighed.
+///
+/// # Errors
+/// As there.
+pub fn weigh(meant: &Meant) -> Result<(Exit, Weight), Failure> {
     let ledger = LedgerTo::new(meant.vm.ledger.as_deref())?;
     let _pid = meant.pidfile.as_deref().map(PidFile::create).transpose()?;
     let api = meant.api.as_deref().map(api::Server::bind).transpose().map_err(Failure::usage)?;
@@ -90,7 +98,7 @@ pub fn run(meant: &Meant) -> Result<Exit, Failure> {
         let _ = io::stderr().write_all(text.as_bytes());
     }
     ledger.write(&weight)?;
-    Ok(exit)
+    Ok((exit, weight))
 }
 
 fn read_symbols(path: &Path) -> Result<machine::Symbols, Failure> {
@@ -145,7 +153,13 @@ mod tests {
             let (lived, end) = script[used].clone();
             used += 1;
             clock.set(clock.get() + Duration::from_secs(lived));
-            Ok((end, Weight { table: String::new(), json: Vec::new(), explained: None }))
+            let course = vmm::Course {
+                begun: clock.get(),
+                moments: Vec::new(),
+                startup: machine::StartUp::default(),
+                wall: Duration::ZERO,
+            };
+            Ok((end, Weight { table: String::new(), json: Vec::new(), explained: None, course }))
         };
         let (exit, _, _) = start_until_over(&meant, start, || clock.get()).unwrap();
         (exit, used)

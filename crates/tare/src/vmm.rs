@@ -6,8 +6,9 @@ use std::fs::File;
 use std::io::{self, IsTerminal};
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use machine::{ConsoleIo, Outcome};
+use machine::{ConsoleIo, Moment, Outcome, StartUp};
 use spec::{Console, Vm};
 
 use crate::exit::{Exit, Failure, reason};
@@ -29,6 +30,20 @@ pub struct Weight {
     pub json: Vec<u8>,
     /// The boot as a timeline, if it was asked for.
     pub explained: Option<String>,
+    /// When what happened.
+    pub course: Course,
+}
+
+/// When what happened in one start of the machine.
+pub struct Course {
+    /// Its first moment.
+    pub begun: Instant,
+    /// What was reached when.
+    pub moments: Vec<Moment>,
+    /// What each phase of its start took.
+    pub startup: StartUp,
+    /// How long all of it took.
+    pub wall: Duration,
 }
 
 /// Connects a console to standard input and output. `raw`: standard input is a terminal in raw mode.
@@ -96,7 +111,14 @@ pub fn start(vm: &Vm, io: &ConsoleIo, with: &With<'_>) -> Result<(End, Weight), 
         )),
         _ => None,
     };
-    Ok((end(report.outcome), Weight { table: report.ledger.to_string(), json, explained }))
+    let table = report.ledger.to_string();
+    let course = Course {
+        begun: report.begun,
+        moments: report.ledger.timeline,
+        startup: report.ledger.startup,
+        wall: Duration::from_nanos(report.ledger.wall_ns),
+    };
+    Ok((end(report.outcome), Weight { table, json, explained, course }))
 }
 
 fn end(outcome: Outcome) -> End {

@@ -331,3 +331,52 @@ fn numbers_run_out_and_nothing_has_happened() {
     assert_eq!(space.read(|v| v.translate(Gpa((3 << 20) + 0x1fff), 2)), None, "never past the end");
     assert_eq!(kvm.by_address().len(), 2);
 }
+
+#[test]
+fn as_many_slots_as_any_kvm_has_are_all_found() {
+    /// Numbers in use.
+    #[derive(Clone, Default)]
+    struct Numbers(Arc<Mutex<BTreeMap<u32, u64>>>);
+    impl SlotSink for Numbers {
+        fn set(&mut self, number: u32, slot: &MemorySlot) -> io::Result<()> {
+            assert_eq!(self.0.lock().unwrap().insert(number, slot.at.0), None, "a number used twice");
+            Ok(())
+        }
+
+        fn remove(&mut self, number: u32, slot: &MemorySlot) -> io::Result<()> {
+            assert_eq!(self.0.lock().unwrap().remove(&number), Some(slot.at.0));
+            Ok(())
+        }
+    }
+    for count in [1u32, 32, 509, 32_764] {
+        let (numbers, space) = (Numbers::default(), AddressSpace::<u32>::new(1 << 40));
+        space.listen(Box::new(Slots::new(numbers.clone(), count))).unwrap();
+        let regions: Vec<RegionId> = space
+            .change(|tree| {
+                let one = |n: u64| {
+                    // A page between any two, so that none merge.
+                    let ram = tree.region(0x1000, Kind::Ram(Hva((1 << 40) + n * 0x1000)))?;
+                    tree.place(ROOT, n * 0x2000, 0, ram)?;
+                    Ok(ram)
+                };
+                (0..u64::from(count)).map(one).collect()
+            })
+            .unwrap();
+        assert_eq!(numbers.0.lock().unwrap().len(), count as usize);
+        space.read(|view| {
+            for n in 0..u64::from(count) {
+                let host = (1 << 40) + n * 0x1000;
+                assert_eq!(view.translate(Gpa(n * 0x2000), 0x1000), Some(Hva(host)), "{n} of {count}");
+                assert_eq!(view.translate(Gpa(n * 0x2000 + 0xfff), 1), Some(Hva(host + 0xfff)), "{n} of {count}");
+                assert_eq!(view.find(n * 0x2000 + 0x1000).map(|range| range.start), None, "{n} of {count}");
+            }
+        });
+        let more = space.change(|tree| {
+            let ram = tree.region(0x1000, Kind::Ram(Hva(0x1000)))?;
+            tree.place(ROOT, 1 << 39, 0, ram)
+        });
+        assert!(more.unwrap_err().to_string().contains(&format!("all {count} memory slots")));
+        space.change(|tree| regions.iter().try_for_each(|region| tree.unplace(*region))).unwrap();
+        assert!(numbers.0.lock().unwrap().is_empty());
+    }
+}

@@ -7,6 +7,7 @@ mod lookups;
 mod phases;
 mod pool;
 mod prealloc;
+mod steps;
 mod zeroing;
 
 use std::time::{Duration, Instant};
