@@ -94,7 +94,10 @@ echo "sent $(sha256sum </lab/www/blob)"
         &[],
     );
     printed.shows("grown").shows("status 0").shows("\"ready\": 1073741824");
-    let sum = |name: &str| printed.stdout.lines().find_map(|line| line.trim().strip_prefix(name)).map(str::to_owned);
+    let sum = |name: &str| {
+        let line = printed.stdout.lines().find_map(|line| line.trim().strip_prefix(name));
+        line.and_then(|sum| sum.split_ascii_whitespace().next()).map(str::to_owned)
+    };
     assert!(sum("sent ").is_some() && sum("got ") == sum("sent "), "{printed:#?}");
     assert!(!printed.stderr.contains("vhost"), "the host's kernel serves: {printed:#?}");
 }
