@@ -67,8 +67,8 @@ bench-memory: build ## memory made ready and found, natively: preallocation and 
 	target/release/examples/bench_memory $(BENCH_MEMORY)
 	target/release/examples/harvest
 
-bench-passthrough: build ## in the lab: seconds to user space with a passed-through NVMe disk, by kind of page, tare beside QEMU; start-up phases
-	scripts/bench-passthrough $(BENCH_PASSTHROUGH)
+bench-passthrough: build ## in the lab: an NVMe disk and a network card passed through, by kind of page, tare beside QEMU; starts of 8 GiB
+	target/release/tare-lab run passthrough --scale 0.03 --repeat 1 $(BENCH_PASSTHROUGH)
 
 build: ## the release programs
 	scripts/build

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use crate::place::Facts;
 use crate::price::{Exits, KINDS};
 use crate::report::{Better, Host, Method, Report, Row, Rows, SubjectInfo};
-use crate::scenario::{Bundle, interrupts, load, workloads};
+use crate::scenario::{Bundle, interrupts, load, passthrough, workloads};
 use crate::schedule::{Ledger, TRIES};
 use crate::subject::Subject;
 
@@ -61,6 +61,7 @@ pub fn report(asked: Asked, facts: Facts, ledger: &Ledger) -> Report {
     let native = asked.subjects.iter().find(|subject| subject.is_native()).map_or("native", |s| s.name.as_str());
     let results = rows.finish(&results_order, native);
     notes.extend(beside_qemu(&results));
+    notes.extend(passthrough::beside_qemu(&results));
     notes.extend(interrupts::beside_study(&results));
     notes.extend(load::beside_study(&results));
     Report {
@@ -126,6 +127,11 @@ fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
         notes.push(format!("Scale {}: of the full 2 GiB each way, 20,000 and 4,000 transactions.", asked.scale));
     } else if scaled && asked.suite.starts_with("irq-load") {
         notes.push(format!("Scale {}: of the full 40,000 small blocks, 40,000 and 8,000 transactions.", asked.scale));
+    } else if scaled && asked.suite.starts_with("passthrough") {
+        notes.push(format!(
+            "Scale {}: of the full 256 MiB that are written and verified, and go each way.",
+            asked.scale
+        ));
     } else if scaled && asked.suite.starts_with("interrupts") {
         notes.push(format!("Scale {}: of the full 20,000 interrupts.", asked.scale));
     } else if scaled && asked.suite != "boot" {
@@ -155,6 +161,9 @@ fn notes(asked: &Asked, ledger: &Ledger, counted: bool) -> Vec<String> {
                 asked.bundles[last.task.bundle].name,
             ));
         }
+    }
+    for (bundle, why) in &ledger.skipped {
+        notes.push(format!("'{}' was left out: {why}.", asked.bundles[*bundle].name));
     }
     if ledger.left_out > 0 {
         notes.push(format!(

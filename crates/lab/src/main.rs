@@ -32,6 +32,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 
 use flags::{Command, Flags, PlaceFlag};
+use host::qemu::Mode;
 use place::Place;
 use subject::Subject;
 
@@ -73,7 +74,7 @@ fn run(flags: &flags::Run) -> Result<ExitCode> {
     } else {
         facts::tare(flags.tare.as_deref()).ok()
     };
-    let place = choose(flags.place, tare.as_deref())?;
+    let place = choose(flags.place, scenario::machine(&flags.suite), tare.as_deref())?;
     let jobs = place.lanes().min(flags.jobs as usize);
     if let Some(dir) = &flags.keep {
         std::fs::create_dir_all(dir).with_context(|| format!("can't make {}", dir.display()))?;
@@ -120,16 +121,21 @@ fn run(flags: &flags::Run) -> Result<ExitCode> {
 }
 
 /// The place that was asked for, or the one that fits this host.
-fn choose(flag: PlaceFlag, tare: Option<&Path>) -> Result<Box<dyn Place>> {
+fn choose(flag: PlaceFlag, mode: Mode, tare: Option<&Path>) -> Result<Box<dyn Place>> {
     let making = progress::Making::new();
     let say = |step: &str, done: Option<f64>| making.tell(step, done);
     let direct = match flag {
+        // Nobody's own devices are taken from them to be measured.
+        PlaceFlag::Direct if mode == Mode::Passthrough => {
+            anyhow::bail!("suite passthrough runs in the lab machine, which has devices to hand on: --place lab")
+        }
+        _ if mode == Mode::Passthrough => false,
         PlaceFlag::Direct => true,
         PlaceFlag::Lab => false,
         PlaceFlag::Auto => tare.is_some_and(facts::hardware_kvm),
     };
     if !direct {
-        return Ok(Box::new(place::lab::Lab::open(tare, &say)?));
+        return Ok(Box::new(place::lab::Lab::open(mode, tare, &say)?));
     }
     Ok(Box::new(place::direct::Direct::open(tare, &say)?))
 }

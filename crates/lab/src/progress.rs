@@ -60,6 +60,11 @@ impl<'a> Progress<'a> {
                     took.as_secs_f64()
                 ));
             }
+            News::Skipped(task, why) => {
+                state.end(task);
+                state.total -= 1;
+                self.line(&format!("{} is left out: {why}", self.name(pair(task))));
+            }
             News::LeftOut => state.total -= 1,
             News::Failed(task, why, again) => {
                 state.end(task);

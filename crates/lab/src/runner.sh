@@ -13,6 +13,8 @@ report=$LAB_SCRATCH/report.txt
 : >console
 rm -f idle marks order
 mkfifo idle marks order
+# What a place has not enough for is said here instead of a report.
+exec 6>&1
 exec 3<>marks 4<>idle 5<>order
 if [ ! -d /sys/kernel/debug/kvm ]; then mount -t debugfs debugfs /sys/kernel/debug 2>/dev/null; fi
 # The lab machine keeps its own console still: it is a device of the outside world.
@@ -50,15 +52,15 @@ memory() {
     ' "/proc/$pid/smaps" >>"$report" 2>/dev/null
 }
 
-$LAB_WATCH console "$LAB_POLL" <&5 >&3 4<&- &
+$LAB_WATCH console "$LAB_POLL" <&5 >&3 4<&- 6>&- &
 watch=$!
 read -r -t 10 _ <&3 || exit 95
 
 now; start=$t
 if command -v setpriv >/dev/null 2>&1; then
-    setpriv --pdeathsig KILL -- "$@" <&4 >console 2>stderr 3>&- 4>&- 5>&- &
+    setpriv --pdeathsig KILL -- "$@" <&4 >console 2>stderr 3>&- 4>&- 5>&- 6>&- &
 else
-    "$@" <&4 >console 2>stderr 3>&- 4>&- 5>&- &
+    "$@" <&4 >console 2>stderr 3>&- 4>&- 5>&- 6>&- &
 fi
 pid=$!
 trap 'kill -9 $pid $watch 2>/dev/null; exit 98' INT TERM HUP

@@ -53,7 +53,8 @@ impl Order {
             ("LAB_WATCH", self.watch.clone()),
             ("LAB_POLL", self.poll.as_micros().to_string()),
             ("LAB_LIMIT", self.limit.as_secs().max(1).to_string()),
-            ("LAB_GRACE", "3".to_owned()),
+            // Long samples are of large guests on slow machines, which take a while to end, too.
+            ("LAB_GRACE", (self.limit.as_secs() / 20).max(3).to_string()),
             ("LAB_GUEST_MIB", self.guest_mib.to_string()),
             ("LAB_IMAGE", image),
             ("LAB_DISK", disk),

@@ -16,7 +16,7 @@ use crate::place::Place;
 use crate::price::Exits;
 use crate::report::Figure;
 use crate::sample::{Order, Sample};
-use crate::scenario::{Bundle, Kind, fileio, init, interrupts, load, net};
+use crate::scenario::{Bundle, Kind, fileio, init, interrupts, load, net, passthrough};
 use crate::subject::{Console, Subject};
 
 /// Tries of one sample before it counts as missing.
@@ -66,6 +66,13 @@ pub struct Taken {
     pub version: String,
 }
 
+/// What came of a try that did not fail.
+enum Outcome {
+    Taken(Taken),
+    /// The place has not what the sample takes, and says so.
+    Skipped(String),
+}
+
 /// A try that failed.
 #[derive(Clone, Debug)]
 pub struct Failure {
@@ -84,6 +91,8 @@ pub struct Ledger {
     pub failures: Vec<Failure>,
     /// Samples left out because the time budget was spent.
     pub left_out: usize,
+    /// What the place has not enough for, each once, with the bundle's index.
+    pub skipped: Vec<(usize, String)>,
 }
 
 /// News for the progress display.
@@ -94,6 +103,8 @@ pub enum News<'a> {
     Taken(Task, Duration),
     /// A try failed; the flag says whether it is tried again.
     Failed(Task, &'a str, bool),
+    /// The place has not what a sample takes, for this reason.
+    Skipped(Task, &'a str),
     /// A sample is left out because the time budget is spent.
     LeftOut,
 }
@@ -159,7 +170,15 @@ impl Plan<'_> {
             tell(News::Started(task));
             let start = Instant::now();
             match self.take(place, task) {
-                Ok(taken) => {
+                Ok(Outcome::Skipped(why)) => {
+                    let mut ledger = lock(ledger);
+                    if !ledger.skipped.iter().any(|(bundle, _)| *bundle == task.bundle) {
+                        ledger.skipped.push((task.bundle, why.clone()));
+                    }
+                    drop(ledger);
+                    tell(News::Skipped(task, &why));
+                }
+                Ok(Outcome::Taken(taken)) => {
                     lock(ledger).taken.push(taken);
                     tell(News::Taken(task, start.elapsed()));
                 }
@@ -177,7 +196,7 @@ impl Plan<'_> {
         }
     }
 
-    fn take(&self, place: &dyn Place, task: Task) -> Result<Taken> {
+    fn take(&self, place: &dyn Place, task: Task) -> Result<Outcome> {
         let bundle = &self.bundles[task.bundle];
         let order = order(bundle, &self.subjects[task.subject], place, task)?;
         let text = place.run(&order.script(), order.limit)?;
@@ -187,8 +206,12 @@ impl Plan<'_> {
             let path = dir.join(name.replace(' ', "-"));
             std::fs::write(&path, &text).with_context(|| format!("can't write {}", path.display()))?;
         }
+        if let Some(why) = text.lines().find_map(|line| line.strip_prefix("%% skip ")) {
+            return Ok(Outcome::Skipped(why.to_owned()));
+        }
         let sample = Sample::parse(&text)?;
-        Ok(Taken { task, figures: bundle.figures(&sample)?, exits: bundle.exits(&sample), version: sample.version })
+        let (figures, exits) = (bundle.figures(&sample)?, bundle.exits(&sample));
+        Ok(Outcome::Taken(Taken { task, figures, exits, version: sample.version }))
     }
 }
 
@@ -249,6 +272,15 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
             values.insert("tap", net::TAP.to_owned());
             values.insert("passt", format!("{scratch}/{}", net::PASST));
         }
+        if let Kind::Handed(handed) = &bundle.kind {
+            values.insert("initrd", format!("{scratch}/{}", passthrough::INITRD));
+            values.insert("handed_disk", passthrough::DISK.to_owned());
+            values.insert("pages", handed.pages.to_owned());
+            values.insert("qemu_memory", handed.qemu_memory());
+            if handed.card {
+                values.insert("handed_card", passthrough::CARD.to_owned());
+            }
+        }
         subject.command(&values)?
     };
     let mut prepare = bundle.disk.map(|disk| disk.prepare(&scratch, subject.wants("qcow2"))).unwrap_or_default();
@@ -257,6 +289,9 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         let disk = if copy { &private } else { &paths.disk };
         let (tap, passt) = (subject.wants("tap"), subject.wants("passt"));
         prepare = net::Wire { scratch: &scratch, agent, disk, tap, passt }.prepare();
+    }
+    if let Kind::Handed(handed) = &bundle.kind {
+        prepare = handed.prepare(&scratch, &paths.disk, bundle.memory_mib);
     }
     if subject.wants("load_initrd") && !boots {
         prepare = format!(

@@ -23,6 +23,10 @@ pub const VARIABLES: &[(&str, &str)] = &[
         "load_initrd",
         "path of the initrd with the driver of the paravirtual interrupt controller before it; unset when a workload needs none",
     ),
+    ("handed_disk", "PCI address of the host's NVMe disk that the guest of suite passthrough gets; unset elsewhere"),
+    ("handed_card", "that of the network card; unset where the guest gets the disk alone"),
+    ("pages", "the pages of its memory, as in tare's pages=; unset elsewhere"),
+    ("qemu_memory", "the same as an object of QEMU's, without id and size"),
     ("cmdline", "the whole kernel command line, one word"),
     ("cmdline_json", "the same, escaped for the inside of a JSON string"),
     ("memory_mib", "guest memory in MiB"),
@@ -188,6 +192,28 @@ macro_rules! qemu_interrupts {
     };
 }
 
+/// tare with what the guest of suite `passthrough` is given.
+macro_rules! tare_vfio {
+    ($prealloc:literal, $card:literal) => {
+        concat!(
+            "{tare} run --kernel {kernel} [--initrd {initrd}] --cmdline {cmdline} --cpus {cpus} --memory size={memory_mib}M,pages={pages},",
+            $prealloc,
+            " [--disk path={disk},cache=writeback] --vfio {handed_disk} ",
+            $card,
+            "--console {console} --no-rng --ledger -"
+        )
+    };
+}
+
+const TARE_VFIO: &str = tare_vfio!("prealloc=parallel", "[--vfio {handed_card}] ");
+const TARE_VFIO_TOUCH: &str = tare_vfio!("prealloc=touch", "");
+const TARE_VFIO_BACKGROUND: &str = tare_vfio!("prealloc=background,boot=1G", "");
+const QEMU_VFIO: &str = "qemu-system-x86_64 -M q35,memory-backend=ram -nodefaults -no-user-config -display none -enable-kvm \
+    -cpu host -smp {cpus} -m {memory_mib} -object {qemu_memory},id=ram,size={memory_mib}M,prealloc=on,prealloc-threads={cpus} \
+    -kernel {kernel} [-initrd {initrd}] -append {cmdline} \
+    [-drive file={disk},format=raw,if=none,id=root,cache=writeback,aio=io_uring -device virtio-blk-pci,drive=root] \
+    -device vfio-pci,host={handed_disk} [-device vfio-pci,host={handed_card}] -serial stdio -no-reboot";
+
 const TARE_TRAP: &str = tare_interrupts!("vioapic", "--vioapic trap");
 const TARE_RO_PAGE: &str = tare_interrupts!("vioapic", "--vioapic ro-page");
 const TARE_PV: &str = tare_interrupts!("vioapic", "--vioapic pv");
@@ -242,6 +268,14 @@ pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("load-msi", "tare, suite irq-load: MSI-X", LOAD_MSI),
     ("load-qemu-split", "QEMU, suite irq-load: pins of its own I/O APIC", LOAD_QEMU_SPLIT),
     ("load-qemu-kernel", "QEMU, suite irq-load: pins of KVM's I/O APIC", LOAD_QEMU_KERNEL),
+    ("tare-vfio", "tare with devices of the host, all memory ready first, by a thread for each vCPU", TARE_VFIO),
+    ("tare-vfio-touch", "the same by one thread, touching pages (start of 8 GiB only)", TARE_VFIO_TOUCH),
+    (
+        "tare-vfio-background",
+        "1 GiB ready first, the rest plugged while the guest runs (start of 8 GiB only)",
+        TARE_VFIO_BACKGROUND,
+    ),
+    ("qemu-vfio", "QEMU with devices of the host, all memory ready first, by a thread for each vCPU", QEMU_VFIO),
     ("stratovirt", "StratoVirt, when its binary is there (boot only: no root disk in its template)", STRATOVIRT),
     ("firecracker", "Firecracker, when its binary is there (boot only: no root disk in its template)", FIRECRACKER),
 ];
@@ -540,7 +574,15 @@ mod tests {
     #[test]
     fn every_built_in_template_parses_and_fills() {
         let mut all = values(BASE);
-        for (name, value) in [("disk", "/d"), ("initrd", "/i"), ("qcow2", "/q"), ("raw", "/r")] {
+        for (name, value) in [
+            ("disk", "/d"),
+            ("initrd", "/i"),
+            ("qcow2", "/q"),
+            ("raw", "/r"),
+            ("handed_disk", "0000:01:00.0"),
+            ("pages", "2M"),
+            ("qemu_memory", "m"),
+        ] {
             all.insert(name, value.into());
         }
         for (name, ..) in BUILT_IN {

@@ -35,6 +35,8 @@ pub enum Test {
     Dd,
     /// Transactions of the agent.
     Transact,
+    /// What a guest says of its memory; not by sysbench.
+    Total,
     /// What a guest says of its own boot; not by sysbench.
     Phases,
 }
@@ -60,6 +62,7 @@ pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
     match test {
         Test::Fio => return crate::fio::figures(text),
         Test::Dd => return crate::scenario::load::dd(text),
+        Test::Total => return crate::scenario::passthrough::total(text),
         Test::Iperf => return crate::traffic::stream(text),
         Test::Transact => return crate::traffic::transactions(text),
         _ => {}
@@ -102,7 +105,7 @@ pub fn figures(test: Test, text: &str) -> Result<Vec<Figure>> {
             let (read, written) = (text.after("read, MiB/s:")?, text.after("written, MiB/s:")?);
             out.push(Figure::new("read and written", "MiB/s", Better::Higher, read + written));
         }
-        Test::Fio | Test::Dd | Test::Iperf | Test::Transact | Test::Phases => {}
+        Test::Fio | Test::Dd | Test::Total | Test::Iperf | Test::Transact | Test::Phases => {}
         Test::Mutex => out.push(Figure::new("total time", "s", Better::Lower, text.after("total time:")?)),
         Test::Threads => {
             let (events, seconds) = (text.after("total number of events:")?, text.after("total time:")?);

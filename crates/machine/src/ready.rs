@@ -82,8 +82,10 @@ impl StartUp {
 /// # Errors
 /// [`Error::Memory`] and [`Error::TooMuch`].
 pub fn find(spec: &spec::Vm, startup: &mut StartUp) -> Result<GuestRam, Error> {
-    if !matches!(spec.memory.prealloc, When::Off | When::Pool) && !spec.memory.pages.are_reserved() {
-        room::check(spec.memory.size)?;
+    // Devices that are passed through have all of it made at once, too.
+    let by_hand = spec.memory.prealloc == When::Off;
+    if !(by_hand && spec.vfio.is_empty()) && spec.memory.prealloc != When::Pool && !spec.memory.pages.are_reserved() {
+        room::check(spec.memory.size, if by_hand { room::PINNED } else { room::ASKED })?;
     }
     let begun = Instant::now();
     let backed = mem::backing::back(&mem::ranges(spec.memory.at_start()), hotplug::to_plug(spec), &spec.memory)?;

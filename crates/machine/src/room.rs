@@ -20,20 +20,26 @@ struct Short {
     cgroup: Option<PathBuf>,
 }
 
+/// Who wants all memory at once, and what may be taken out to do without.
+pub type Wish = (&'static str, &'static str);
+/// The user does.
+pub const ASKED: Wish = ("--memory prealloc", ", or take prealloc= out");
+/// Devices do that are passed through.
+pub const PINNED: Wish = ("--vfio", "");
+
 /// Refuses more than is free, or than the limit of a cgroup.
 ///
 /// # Errors
 /// [`Error::TooMuch`].
-pub fn check(size: u64) -> Result<(), Error> {
+pub fn check(size: u64, (place, or): Wish) -> Result<(), Error> {
     let Some(short) = short_of(size) else { return Ok(()) };
     let (want, free) = (size >> MIB, short.free >> MIB);
     Err(Error::TooMuch(match short.cgroup {
         None => format!(
-            "{want} MiB of guest memory can't be made ready, {free} MiB are free on this host: --memory prealloc; ask for less, \
-             or take prealloc= out"
+            "{want} MiB of guest memory can't be made ready, {free} MiB are free on this host: {place}; ask for less{or}"
         ),
         Some(folder) => format!(
-            "{want} MiB of guest memory can't be made ready, this cgroup may have {free} MiB more: --memory prealloc; raise \
+            "{want} MiB of guest memory can't be made ready, this cgroup may have {free} MiB more: {place}; raise \
              {}/memory.max, or ask for less",
             folder.display()
         ),
@@ -127,7 +133,7 @@ mod tests {
         assert!(left(1 << 10).is_ok() || short_of(1 << 10).is_some());
         let said = left(u64::MAX).unwrap_err().to_string();
         assert!(said.contains("MiB") && !said.contains('\n'), "{said}");
-        let said = check(8 << 40).unwrap_err().to_string();
+        let said = check(8 << 40, ASKED).unwrap_err().to_string();
         assert!(said.starts_with("8388608 MiB of guest memory can't be made ready"), "{said}");
     }
 }

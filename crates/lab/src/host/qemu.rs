@@ -65,6 +65,14 @@ impl Mode {
         }
     }
 
+    /// Bytes of the machine's memory (sparse, copy-on-write): what devices reach is pinned, so their machine has more.
+    pub const fn memory(self) -> u64 {
+        match self {
+            Self::Counted | Self::Threaded => recipe::MACHINE_MEMORY,
+            Self::Passthrough => recipe::MACHINE_MEMORY_PASSTHROUGH,
+        }
+    }
+
     /// Bytes of the machine's memory that lie below 4 GiB: the rest goes on above.
     const fn low_memory(self) -> u64 {
         match self {
@@ -101,6 +109,8 @@ const PASSTHROUGH: &[&str] = &[
     "pcie-root-port,id=port1,chassis=2,slot=2,addr=5",
     "-device",
     "pcie-root-port,id=port2,chassis=3,slot=3,addr=6",
+    "-device",
+    "pcie-root-port,id=port3,chassis=4,slot=4,addr=7",
     "-netdev",
     "hubport,id=handed,hubid=0",
     "-netdev",
@@ -109,12 +119,15 @@ const PASSTHROUGH: &[&str] = &[
 /// The disk that [`Mode::Passthrough`] hands on: a file in the machine's folder, and its size.
 const HANDED_DISK: (&str, u64) = ("nvme", 1 << 30);
 
-/// What is plugged into a machine of [`Mode::Passthrough`] before it goes on, as arguments of `device_add`.
-fn plugged() -> [serde_json::Value; 3] {
+/// What is plugged into a machine of [`Mode::Passthrough`] before it goes on, as arguments of `device_add`. The last two are
+/// functions of one slot, which nothing keeps apart: one group. A slot is told of its functions with the first of them.
+fn plugged() -> [serde_json::Value; 5] {
     [
         json!({ "driver": "nvme", "id": "disk", "bus": "port0", "drive": "disk", "serial": "handed" }),
         json!({ "driver": "vmxnet3", "id": "handed-card", "bus": "port1", "netdev": "handed", "mac": "52:54:00:00:00:01" }),
         json!({ "driver": "virtio-net-pci", "id": "kept-card", "bus": "port2", "netdev": "kept", "mac": "52:54:00:00:00:02" }),
+        json!({ "driver": "vmxnet3", "id": "beside", "bus": "port3", "addr": "0.1", "multifunction": true, "mac": "52:54:00:00:00:03" }),
+        json!({ "driver": "virtio-rng-pci", "id": "first", "bus": "port3", "addr": "0.0", "multifunction": true }),
     ]
 }
 
@@ -135,9 +148,10 @@ pub const COMMON: &[&str] = &[
 /// Where the mailbox stands in the machine: right behind its memory, some of which lies below 4 GiB. It is an NVDIMM
 /// without a driver, because QEMU restores one at the same address, where a PCI BAR is at 0 until its state is loaded.
 const fn mailbox_at(mode: Mode) -> u64 {
-    (4 << 30) + recipe::MACHINE_MEMORY - mode.low_memory()
+    (4 << 30) + mode.memory() - mode.low_memory()
 }
 const _: () = assert!(recipe::MACHINE_MEMORY.is_multiple_of(1 << 30) && recipe::MACHINE_MEMORY >= 4 << 30);
+const _: () = assert!(recipe::MACHINE_MEMORY_PASSTHROUGH.is_multiple_of(1 << 30));
 
 /// Kernel command line of the machine.
 #[must_use]
@@ -337,17 +351,17 @@ fn prepare(mode: Mode, folder: &Path, memory: Memory<'_>, kernel: &Path) -> Resu
     File::create(&mailbox).and_then(|file| file.set_len(mailbox::SIZE as u64))?;
     let (file, share) = match memory {
         Memory::New(path) => {
-            File::create(path)?.set_len(recipe::MACHINE_MEMORY)?;
+            File::create(path)?.set_len(mode.memory())?;
             (path, "on")
         }
         Memory::CopyOf(path) => (path, "off,reserve=off"),
     };
-    let ram = format!("memory-backend-file,id=ram,size={},share={share},mem-path=", recipe::MACHINE_MEMORY);
+    let ram = format!("memory-backend-file,id=ram,size={},share={share},mem-path=", mode.memory());
     let mail = format!("memory-backend-file,id=mail,size={},share=on,mem-path=mailbox", mailbox::SIZE);
     let log = File::create(folder.join("log"))?;
     let mut command = Command::new(QEMU);
     command.args(COMMON).args(mode.arguments());
-    let (size, most) = (recipe::MACHINE_MEMORY >> 20, (recipe::MACHINE_MEMORY >> 20) + 4096);
+    let (size, most) = (mode.memory() >> 20, (mode.memory() >> 20) + 4096);
     command.arg("-m").arg(format!("{size}M,slots=1,maxmem={most}M"));
     command.arg("-object").arg(joined(&ram, file)?);
     command.arg("-object").arg(mail).arg("-device").arg(format!("nvdimm,memdev=mail,addr={}", mailbox_at(mode)));

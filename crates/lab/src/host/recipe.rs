@@ -80,6 +80,8 @@ pub const GUEST_DISK: u64 = 3 << 30;
 pub const MACHINE_DISK: u64 = 5 << 30;
 /// Bytes of the lab machine's memory (sparse, copy-on-write).
 pub const MACHINE_MEMORY: u64 = 6 << 30;
+/// The same of the machine with devices to hand on, where a guest of 8 GiB has all of its memory pinned.
+pub const MACHINE_MEMORY_PASSTHROUGH: u64 = 12 << 30;
 
 /// Names of the kernel modules, in order.
 pub fn module_names() -> impl Iterator<Item = &'static str> {

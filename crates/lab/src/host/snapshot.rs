@@ -110,7 +110,7 @@ pub(super) fn key(mode: Mode) -> Result<Key> {
         .with("arguments", mode.arguments().join(" "))
         .with("common", qemu::COMMON.join(" "))
         .with("command line", qemu::command_line(mode))
-        .with("memory", recipe::MACHINE_MEMORY.to_string())
+        .with("memory", mode.memory().to_string())
         .with("agent", agent::FINGERPRINT.to_le_bytes())
         .with("qemu", qemu::version()?))
 }

@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use super::{Facts, Paths, Place, console_initrd, nameless, path_of};
+use crate::host::Progress;
 use crate::host::cache::Cache;
 use crate::host::clone::{self, Bring, Job};
 use crate::host::qemu::{self, Mode};
 use crate::host::snapshot::{Snapshot, inside};
-use crate::host::{Progress, recipe};
 use crate::interrupt;
 
 /// Where the runner's script is put.
@@ -27,6 +27,17 @@ const CONSOLE_INITRD: &str = "/lab/console-initrd.img";
 const SLOWDOWN: u32 = 7;
 /// The longest any sample may take here, whatever its clock says.
 const LONGEST: Duration = Duration::from_secs(3600);
+
+/// How samples are taken in a machine that counts instructions.
+const COUNTED: &str = "This host has no hardware KVM, so every subject ran in the lab machine: a Linux with a real KVM under \
+    QEMU's software CPU, which emulates AMD SVM with nested paging. Its clock counts instructions, so figures repeat and do not \
+    move with the load of the host. Each sample is one fresh clone of one saved machine; native is the lab machine itself, and \
+    all disks live in its memory (ext4 on a RAM disk).";
+/// And in one that has devices to hand on.
+const FREE: &str = "Every subject ran in the lab machine that has an IOMMU, an NVMe disk and a network card: a Linux with a real \
+    KVM under QEMU's software CPU, which emulates AMD SVM with nested paging. Its two CPUs run freely, so times are this host's \
+    and move with its load: what counts is the ratio of subjects in one run. Each sample is one fresh clone of one saved \
+    machine, one at a time; the disk that is handed on is a file of this host, the card's wire ends in the machine.";
 
 /// The lab.
 pub struct Lab {
@@ -40,9 +51,9 @@ pub struct Lab {
 
 impl Lab {
     /// Makes the lab machine, or finds it in the cache.
-    pub fn open(tare: Option<&Path>, progress: Progress<'_>) -> Result<Self> {
+    pub fn open(mode: Mode, tare: Option<&Path>, progress: Progress<'_>) -> Result<Self> {
         let cache = Cache::open()?;
-        let snapshot = Snapshot::get(&cache, Mode::Counted, &interrupt::asked, progress)?;
+        let snapshot = Snapshot::get(&cache, mode, &interrupt::asked, progress)?;
         let release = snapshot.guest().release()?;
         let paths = Paths {
             kernel: inside::KERNEL.to_owned(),
@@ -62,21 +73,24 @@ impl Lab {
 
 impl Place for Lab {
     fn facts(&self) -> Facts {
-        let gib = recipe::MACHINE_MEMORY >> 30;
+        let mode = self.snapshot.mode();
+        let (gib, counted) = (mode.memory() >> 30, mode == Mode::Counted);
         Facts {
             place: "lab",
-            time: "counted: one instruction is one nanosecond",
-            statement: "This host has no hardware KVM, so every subject ran in the lab machine: a Linux with a real KVM under \
-                QEMU's software CPU, which emulates AMD SVM with nested paging. Its clock counts instructions, so figures \
-                repeat and do not move with the load of the host. Each sample is one fresh clone of one saved machine; native \
-                is the lab machine itself, and all disks live in its memory (ext4 on a RAM disk).",
+            time: if counted {
+                "counted: one instruction is one nanosecond"
+            } else {
+                "this host's, under a software CPU"
+            },
+            statement: if counted { COUNTED } else { FREE },
             not_priced: &[
                 "what a world switch costs in hardware (see the exits, which are counted and priced with assumed constants)",
                 "cache, TLB and branch misses, and nested page walks: every instruction costs the same",
                 "a disk's own latency: the disk is memory",
             ],
             machine: Some(format!(
-                "1 CPU, {gib} GiB, Linux {}, under {}",
+                "{} CPU, {gib} GiB, Linux {}, under {}",
+                self.cpus(),
                 self.release,
                 qemu::version().unwrap_or_else(|_| "QEMU".to_owned())
             )),
@@ -90,11 +104,12 @@ impl Place for Lab {
     }
 
     fn lanes(&self) -> usize {
-        64
+        // Where time is the host's samples would take each other's.
+        if self.snapshot.mode() == Mode::Counted { 64 } else { 1 }
     }
 
     fn cpus(&self) -> u32 {
-        1
+        if self.snapshot.mode() == Mode::Counted { 1 } else { 2 }
     }
 
     fn run(&self, script: &str, limit: Duration) -> Result<String> {

@@ -12,11 +12,13 @@ pub mod interrupts;
 pub mod load;
 mod microvm;
 pub mod net;
+pub mod passthrough;
 pub mod stamps;
 mod tax;
 
 use anyhow::{Result, bail};
 
+use crate::host::qemu::Mode;
 use crate::report::Figure;
 use crate::sample::Sample;
 use crate::subject::{Console, Subject};
@@ -56,6 +58,8 @@ pub enum Kind {
         /// How many.
         count: u64,
     },
+    /// Run steps in order, on the root disk, with devices of the host; see [`passthrough`].
+    Handed(passthrough::Handed),
 }
 
 /// One workload of a bundle.
@@ -94,6 +98,10 @@ pub const SUITES: &[(&str, &str)] = &[
         "irq-load",
         "dd with O_DIRECT by block size, TCP_RR and TCP_CRR, by interrupt controller; gains over trap (see {load_initrd})",
     ),
+    (
+        "passthrough",
+        "an NVMe disk (fio verify) and a network card (iperf3) of the host in the guest, by kind of page; phases of the start, of 8 GiB, too",
+    ),
     ("all", "tax and boot in one report"),
 ];
 
@@ -108,6 +116,7 @@ pub fn suite(name: &str, scale: f64) -> Result<Vec<Bundle>> {
         "microvm" => microvm::bundles(scale),
         "interrupts" => interrupts::bundles(scale),
         "irq-load" => load::bundles(scale),
+        "passthrough" => passthrough::bundles(scale),
         "all" => [tax::bundles(scale), boot::bundles()].concat(),
         _ => bail!("no suite '{suite}'; there are: {}", SUITES.map_names()),
     };
@@ -140,9 +149,15 @@ pub fn subjects(suite: &str) -> &'static str {
         Some("irq-load") => {
             "load-trap,load-trap-fasteoi,load-ro-page,load-pv,load-pv-fasteoi,load-pv-status,load-split,load-kernel,load-msi,load-qemu-split,load-qemu-kernel"
         }
+        Some("passthrough") => "qemu-vfio,tare-vfio,tare-vfio-touch,tare-vfio-background",
         Some("net") => "qemu-user,tare-user,qemu-tap,tare-tap,qemu-vhost,tare-vhost",
         _ => "native,qemu,tare",
     }
+}
+
+/// The lab machine that a suite runs on.
+pub fn machine(suite: &str) -> Mode {
+    if suite.split('/').next() == Some("passthrough") { Mode::Passthrough } else { Mode::Counted }
 }
 
 /// The workloads of some bundles in table order.
@@ -150,6 +165,10 @@ pub fn workloads(bundles: &[Bundle]) -> Vec<String> {
     let names = |bundle: &Bundle| match &bundle.kind {
         Kind::Boot { .. } | Kind::Guest { .. } => vec![bundle.name.to_owned()],
         Kind::Work(steps) => steps.iter().map(|step| step.workload.to_owned()).collect(),
+        Kind::Handed(handed) => {
+            let steps = handed.steps.iter().map(|step| step.workload);
+            std::iter::once(bundle.name).chain(steps).map(str::to_owned).collect()
+        }
     };
     bundles.iter().flat_map(names).collect()
 }
@@ -160,6 +179,7 @@ impl Bundle {
         match &self.kind {
             Kind::Boot { .. } => !subject.is_native(),
             Kind::Guest { .. } => subject.template.contains("controller="),
+            Kind::Handed(handed) => subject.wants(if handed.card { "handed_card" } else { "handed_disk" }),
             Kind::Work(_) if self.net => subject.wants("mac"),
             Kind::Work(steps) if subject.is_native() && steps.iter().any(|step| step.test == Test::Phases) => false,
             Kind::Work(_) if self.disk.is_some() => subject.wants("qcow2") || subject.wants("raw"),
@@ -169,7 +189,7 @@ impl Bundle {
 
     /// True when the guest needs its root disk.
     pub fn needs_disk(&self) -> bool {
-        matches!(self.kind, Kind::Work(_))
+        matches!(self.kind, Kind::Work(_) | Kind::Handed(_))
     }
 
     /// The console a subject gets in this bundle. Work has a serial one for all, like for like.
@@ -183,7 +203,7 @@ impl Bundle {
     /// Seconds between two looks at the console: short where its moment is the figure.
     pub fn poll_millis(&self) -> u64 {
         match &self.kind {
-            Kind::Boot { .. } | Kind::Guest { .. } => 2,
+            Kind::Boot { .. } | Kind::Guest { .. } | Kind::Handed(_) => 2,
             Kind::Work(steps) if steps.iter().any(|step| step.test == Test::Phases) => 2,
             Kind::Work(_) => 25,
         }
@@ -204,13 +224,15 @@ impl Bundle {
                 let init = tax::init(setup, steps);
                 format!("console={console} quiet root={root} rw panic=-1 init=/bin/sh -- -c \"{init}\"")
             }
+            // Its initrd mounts the root disk and hands the script on.
+            Kind::Handed(handed) => format!("console={console} quiet panic=-1 -- -c \"{}\"", handed.init()),
         }
     }
 
     /// The command that does the same work natively, in directory `data`.
     pub fn native(&self, data: &str) -> Vec<String> {
         let steps: &[Step] = match &self.kind {
-            Kind::Boot { .. } | Kind::Guest { .. } => &[],
+            Kind::Boot { .. } | Kind::Guest { .. } | Kind::Handed(_) => &[],
             Kind::Work(steps) => steps,
         };
         vec!["sh".to_owned(), "-c".to_owned(), tax::native(steps, data)]
@@ -222,6 +244,7 @@ impl Bundle {
             Kind::Boot { .. } => boot::figures(self.name, sample),
             Kind::Guest { .. } => interrupts::figures(sample),
             Kind::Work(steps) => tax::figures(steps, sample),
+            Kind::Handed(handed) => handed.figures(self.name, sample),
         }
     }
 
@@ -230,7 +253,7 @@ impl Bundle {
         match &self.kind {
             Kind::Boot { .. } => sample.exits(None, "ready").map(|exits| (self.name, exits)).into_iter().collect(),
             Kind::Guest { .. } => sample.exits(None, "done").map(|exits| (self.name, exits)).into_iter().collect(),
-            Kind::Work(steps) => steps
+            Kind::Work(steps) | Kind::Handed(passthrough::Handed { steps, .. }) => steps
                 .iter()
                 .filter_map(|step| {
                     let exits = sample.exits(Some(&format!("begin {}", step.mark)), &format!("end {}", step.mark))?;
@@ -252,8 +275,9 @@ mod tests {
     #[test]
     fn command_lines_fit_and_keep_their_script_in_one_quoted_word() {
         for scale in [1.0, 0.1, 0.001] {
-            for bundle in
-                ["all", "fileio", "net", "microvm", "irq-load"].iter().flat_map(|name| suite(name, scale).unwrap())
+            for bundle in ["all", "fileio", "net", "microvm", "irq-load", "passthrough"]
+                .iter()
+                .flat_map(|name| suite(name, scale).unwrap())
             {
                 let line = bundle.cmdline(Console::Serial, "/dev/vda");
                 assert!(line.len() < LIMIT, "{} is {} bytes long", bundle.name, line.len());
@@ -281,7 +305,7 @@ mod tests {
             suite("speed", 1.0)
                 .unwrap_err()
                 .to_string()
-                .contains("tax, boot, fileio, net, microvm, interrupts, irq-load, all")
+                .contains("tax, boot, fileio, net, microvm, interrupts, irq-load, passthrough, all")
         );
     }
 
