@@ -3,13 +3,15 @@
 //! faults have Firecracker's form. Used by the server and the client, on either one's thread.
 
 use serde::{Deserialize, Serialize};
-use spec::{Command, Info, Reply, ResizeDisk, ResizeMemory};
+use spec::{AddDevice, Command, Info, RemoveDevice, Reply, ResizeDisk, ResizeMemory};
 
 use crate::http::{Bad, Request, Response};
 
 const INFO: &str = "/api/v1/vm.info";
 const RESIZE_DISK: &str = "/api/v1/vm.resize-disk";
 const RESIZE_MEMORY: &str = "/api/v1/vm.resize-memory";
+const ADD_DEVICE: &str = "/api/v1/vm.add-device";
+const REMOVE_DEVICE: &str = "/api/v1/vm.remove-device";
 
 /// The body of a response to what was not done.
 #[derive(Serialize, Deserialize)]
@@ -26,9 +28,16 @@ pub fn command(request: &Request<'_>) -> Result<Command, Bad> {
         ("GET", INFO) => Ok(Command::Info),
         ("PUT", RESIZE_DISK) => Ok(Command::ResizeDisk(body(request.body)?)),
         ("PUT", RESIZE_MEMORY) => Ok(Command::ResizeMemory(body(request.body)?)),
+        ("PUT", ADD_DEVICE) => Ok(Command::AddDevice(body(request.body)?)),
+        ("PUT", REMOVE_DEVICE) => Ok(Command::RemoveDevice(body(request.body)?)),
         (_, INFO) => Err(Bad(405, format!("{INFO} is there to GET"))),
-        (_, path @ (RESIZE_DISK | RESIZE_MEMORY)) => Err(Bad(405, format!("{path} is there to PUT"))),
-        _ => Err(Bad(404, format!("there are {INFO}, {RESIZE_DISK} and {RESIZE_MEMORY}, and no more"))),
+        (_, path @ (RESIZE_DISK | RESIZE_MEMORY | ADD_DEVICE | REMOVE_DEVICE)) => {
+            Err(Bad(405, format!("{path} is there to PUT")))
+        }
+        _ => Err(Bad(
+            404,
+            format!("there are {INFO}, {RESIZE_DISK}, {RESIZE_MEMORY}, {ADD_DEVICE} and {REMOVE_DEVICE}, and no more"),
+        )),
     }
 }
 
@@ -64,6 +73,10 @@ pub fn request(command: &Command) -> (&'static str, &'static str, Vec<u8>) {
         Command::ResizeMemory(resize) => {
             ("PUT", RESIZE_MEMORY, serde_json::to_vec::<ResizeMemory>(resize).unwrap_or_default())
         }
+        Command::AddDevice(device) => ("PUT", ADD_DEVICE, serde_json::to_vec::<AddDevice>(device).unwrap_or_default()),
+        Command::RemoveDevice(device) => {
+            ("PUT", REMOVE_DEVICE, serde_json::to_vec::<RemoveDevice>(device).unwrap_or_default())
+        }
     }
 }
 
@@ -89,7 +102,12 @@ mod tests {
     fn commands_arrive_as_sent() {
         let disk = Command::ResizeDisk(ResizeDisk { id: "disk0".into(), desired_size: u64::MAX });
         let memory = Command::ResizeMemory(ResizeMemory { desired_size: 1 << 30 });
-        for command in [Command::Info, disk, memory] {
+        let host = "0000:01:00.0".parse().unwrap();
+        let add = Command::AddDevice(AddDevice { host });
+        let remove = Command::RemoveDevice(RemoveDevice { host, timeout: 3, force: true });
+        let plain = RemoveDevice { host, timeout: 10, force: false };
+        assert_eq!(asked("PUT", REMOVE_DEVICE, r#"{"host":"01:00.0"}"#), Ok(Command::RemoveDevice(plain)));
+        for command in [Command::Info, disk, memory, add, remove] {
             let (method, path, body) = request(&command);
             assert_eq!(asked(method, path, std::str::from_utf8(&body).unwrap()), Ok(command));
         }
@@ -109,6 +127,9 @@ mod tests {
         for body in ["", "{", "{}", "[]", r#"{"id":"a","desired_size":-1}"#, r#"{"id":"a","desired_size":1,"x":1}"#] {
             assert_eq!(code("PUT", RESIZE_DISK, body), 400, "{body}");
         }
+        assert_eq!(code("GET", ADD_DEVICE, ""), 405);
+        assert_eq!(code("PUT", ADD_DEVICE, r#"{"host":"nvme"}"#), 400);
+        assert_eq!(code("PUT", REMOVE_DEVICE, r#"{"host":"01:00.0","timeout":-1}"#), 400);
         let deep = "[".repeat(10_000);
         assert_eq!(code("PUT", RESIZE_DISK, &deep), 400, "no depth of nesting is too much");
         assert_eq!(refusal(400, "a\nb").body, br#"{"fault_message":"a b"}"#);

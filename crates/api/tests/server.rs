@@ -20,6 +20,7 @@ fn info() -> Info {
         memory_actual: 1 << 30,
         memory_most: 2 << 30,
         disks: vec![disk],
+        vfio: vec![spec::PciAddress { bus: 1, ..spec::PciAddress::default() }],
     }
 }
 
@@ -30,6 +31,8 @@ fn serve(server: &Server) -> Serving {
         Command::ResizeMemory(resize) if resize.desired_size == 1 << 30 => Reply::Done,
         Command::ResizeMemory(resize) => Reply::Refused(format!("no {} bytes", resize.desired_size)),
         Command::ResizeDisk(resize) => Reply::Refused(format!("no {} of {}\nbytes", resize.id, resize.desired_size)),
+        Command::AddDevice(device) => Reply::Refused(format!("no {}", device.host)),
+        Command::RemoveDevice(device) => Reply::Refused(format!("no {} in {} s", device.host, device.timeout)),
     };
     server.serve(Box::new(answer)).unwrap()
 }
@@ -60,6 +63,10 @@ fn commands_and_replies() {
         assert_eq!(call(&path, &resize("disk0", 4096)).unwrap(), Reply::Done);
         let refused = call(&path, &resize("disk1", 7)).unwrap();
         assert_eq!(refused, Reply::Refused("no disk1 of 7 bytes".into()), "one line");
+        let host = spec::PciAddress { bus: 3, ..spec::PciAddress::default() };
+        let device = spec::RemoveDevice { host, timeout: 4, force: false };
+        let refused = call(&path, &Command::RemoveDevice(device)).unwrap();
+        assert_eq!(refused, Reply::Refused("no 0000:03:00.0 in 4 s".into()));
     }
     assert!(matches!(Server::bind(&path), Err(base::listen::Error::Taken(_))));
     drop(server);

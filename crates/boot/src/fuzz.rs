@@ -6,7 +6,7 @@ use std::path::Path;
 use base::{Gpa, Gsi};
 use mem::GuestRam;
 
-use crate::{Decompress, Ecam, Entry, Guest, Loaded, Platform, PmPorts, Serial, Source, load};
+use crate::{Decompress, Ecam, Entry, Guest, Loaded, Pci, Platform, PmPorts, Serial, Source, load};
 
 /// Loads `bytes` as a kernel into `ram` in every mode; panics if what comes out breaks a promise.
 /// 32 MiB of RAM from address 0 reach all of the loader. RAM need not be zero.
@@ -19,7 +19,7 @@ pub fn fuzz_kernel(ram: &GuestRam, bytes: &[u8]) {
         conf1: false,
         pci_window32: (Gpa(0xc000_0000), 0x2000_0000),
         pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
-        pci_ports: Some((0x1000, 0xffff)),
+        pci: Pci { ports: Some((0x1000, 0xffff)), ..Pci::default() },
         virtio_mmio: Vec::new(),
         vioapic: None,
         serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),

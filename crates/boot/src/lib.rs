@@ -32,7 +32,7 @@ pub use error::BootError;
 pub use layout::{ACPI_START, CMDLINE, GDT, PAGE_TABLES, START_INFO, ZERO_PAGE};
 pub use load::load;
 pub use multiboot::MAGIC as MULTIBOOT_MAGIC;
-pub use platform::{Ecam, Node, Platform, PmPorts, Serial, VirtioMmio};
+pub use platform::{Ecam, Node, Pci, PciHotplug, Platform, PmPorts, Serial, VirtioMmio};
 pub use source::Source;
 
 /// Who unpacks a compressed kernel and a compressed initrd.

@@ -22,8 +22,8 @@ pub struct Platform {
     pub pci_window32: (Gpa, u64),
     /// 64-bit memory for BARs: past 4 GiB and all RAM; length in bytes, 0 for none.
     pub pci_window64: (Gpa, u64),
-    /// First and last port for BARs, past the legacy devices' below 0x1000.
-    pub pci_ports: Option<(u16, u16)>,
+    /// What else PCI functions have.
+    pub pci: Pci,
     /// Virtio devices that are no PCI functions, in the order the guest should find them.
     pub virtio_mmio: Vec<VirtioMmio>,
     /// The paravirtual interrupt controller's pages (docs/vioapic.md): first byte, below 4 GiB, and length.
@@ -38,6 +38,18 @@ pub struct Platform {
     pub nodes: Vec<Node>,
     /// Where memory may be plugged later: past 4 GiB and all RAM; first byte and length.
     pub to_plug: Option<(Gpa, u64)>,
+}
+
+/// What functions on the PCI bus have beside memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pci {
+    /// First and last port for BARs, past the legacy devices' below 0x1000.
+    pub ports: Option<(u16, u16)>,
+    /// First of the level-triggered interrupts for interrupt pins, and how many there are: slot N has the one that N modulo
+    /// their number says. `None`: no function has a pin.
+    pub pins: Option<(Gsi, u32)>,
+    /// How functions come and go, if they may.
+    pub hotplug: Option<PciHotplug>,
 }
 
 /// CPUs and memory that belong together.
@@ -87,6 +99,18 @@ pub struct VirtioMmio {
     pub len: u32,
     /// Its interrupt, edge triggered; several devices may share one.
     pub gsi: Gsi,
+}
+
+/// Registers through which PCI functions of bus 0 are plugged (`machine::pci_hotplug`): double words at `port` (slots with
+/// new functions), `port + 4` (slots whose functions are to go) and `port + 8` (written: slots that were let go of).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PciHotplug {
+    /// First of twelve ports.
+    pub port: u16,
+    /// Edge triggered: there is something in the first two registers.
+    pub gsi: Gsi,
+    /// Slots that functions may come to or go from, a bit for each.
+    pub slots: u32,
 }
 
 /// A 16550.
@@ -163,7 +187,7 @@ impl Platform {
         if at32.checked_add(len32).is_none_or(|end| end.0 > mem::HIGH_START) {
             return bad(format!("32-bit PCI window of {len32} bytes at {at32}"));
         }
-        if let Some((first, last)) = self.pci_ports
+        if let Some((first, last)) = self.pci.ports
             && (first < 0x1000 || first > last)
         {
             return bad(format!("PCI ports from {first:#x} to {last:#x}"));
@@ -224,7 +248,7 @@ pub(crate) mod tests {
             conf1: false,
             pci_window32: (Gpa(0xc000_0000), 0x2000_0000),
             pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
-            pci_ports: Some((0x1000, 0xffff)),
+            pci: Pci { ports: Some((0x1000, 0xffff)), ..Pci::default() },
             virtio_mmio: Vec::new(),
             vioapic: None,
             serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),
@@ -258,8 +282,8 @@ pub(crate) mod tests {
         check(|p| p.ecam = Some(Ecam { base: Gpa(u64::MAX << 20), buses: 1 }), "ECAM");
         check(|p| p.pci_window32.1 = 0x4000_0001, "32-bit");
         check(|p| p.pci_window64.0 = Gpa(0x1000), "64-bit");
-        check(|p| p.pci_ports = Some((0xcf8, 0xcff)), "ports");
-        check(|p| p.pci_ports = Some((0x2000, 0x1fff)), "ports");
+        check(|p| p.pci.ports = Some((0xcf8, 0xcff)), "ports");
+        check(|p| p.pci.ports = Some((0x2000, 0x1fff)), "ports");
         check(|p| p.to_plug = Some((Gpa(0x40_0000_0000), 1 << 30)), "overlaps");
         check(|p| p.to_plug = Some((Gpa(0x8000_0000), 1 << 30)), "to plug");
         check(|p| p.nodes = vec![Node { apic_ids: vec![0], memory: Vec::new() }], "each CPU once");

@@ -19,7 +19,7 @@ fn platform() -> Platform {
         conf1: false,
         pci_window32: (Gpa(0xc000_0000), 0x2000_0000),
         pci_window64: (Gpa(0x40_0000_0000), 0x40_0000_0000),
-        pci_ports: Some((0x1000, 0xffff)),
+        pci: boot::Pci { ports: Some((0x1000, 0xffff)), ..boot::Pci::default() },
         virtio_mmio: Vec::new(),
         vioapic: None,
         serial: Some(Serial { port: 0x3f8, gsi: Gsi(4) }),

@@ -197,6 +197,12 @@ impl IoApic {
         }
     }
 
+    /// The pins that wait for the end of an interrupt of `vector`, lowest first.
+    pub fn waiting(&self, vector: u8) -> impl Iterator<Item = u8> + '_ {
+        let waits = move |entry: &Entry| entry.is_level() && entry.has(REMOTE_IRR) && entry.vector() == vector;
+        (0u8..).zip(&self.entries).filter(move |(_, entry)| waits(entry)).map(|(pin, _)| pin)
+    }
+
     /// No local APIC took what `pin` sent last: it waits for no end, and is sent again when its line or its entry changes.
     pub fn refused(&mut self, pin: u8) {
         if let Some(entry) = self.entries.get_mut(usize::from(pin)) {

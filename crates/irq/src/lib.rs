@@ -69,6 +69,25 @@ pub trait MsiSink: Send + Sync {
     fn vectors(&self, count: u16) -> io::Result<Vec<Arc<dyn MsiVector>>>;
 }
 
+/// A level-triggered input of the guest's interrupt controller, for a device whose level the host's kernel watches.
+pub trait LevelPin: Send + Sync {
+    /// Connects it, until what is returned is dropped; then it is released.
+    ///
+    /// # Errors
+    /// When the host is out of descriptors, threads or interrupts.
+    fn connect(&self) -> io::Result<Box<dyn Resampled>>;
+}
+
+/// A connected input.
+pub trait Resampled: Send {
+    /// The eventfd that asserts the input when it is written.
+    fn trigger(&self) -> RawFd;
+
+    /// The eventfd that is written when the guest ended the interrupt: the input is released by then, and asserted again by
+    /// whoever finds the device's level still there.
+    fn ended(&self) -> RawFd;
+}
+
 /// An interrupt input of the guest's interrupt controller. Where the guest made it level-triggered, the first event asserts
 /// it, and it stays asserted until it is released.
 pub trait IrqLine: Send + Sync {

@@ -277,3 +277,23 @@ proptest! {
         }
     }
 }
+
+/// Who is told of the end of an interrupt: pins whose level was sent with that vector, and no others.
+#[test]
+fn pins_that_wait_for_an_end_are_known_by_its_vector() {
+    let mut apic = IoApic::new(4);
+    for (pin, entry) in [(0, LEVEL | 0x41), (1, 0x41), (2, LEVEL | 0x41), (3, LEVEL | 0x42)] {
+        set(&mut apic, low(pin), entry);
+    }
+    let waiting = |apic: &IoApic, vector| apic.waiting(vector).collect::<Vec<_>>();
+    assert_eq!(waiting(&apic, 0x41), []);
+    for pin in 0..4 {
+        assert!(apic.set_line(pin, true).is_some());
+    }
+    assert_eq!((waiting(&apic, 0x41), waiting(&apic, 0x42), waiting(&apic, 0x40)), (vec![0, 2], vec![3], vec![]));
+    apic.set_line(0, false);
+    let mut ended = Vec::new();
+    apic.end(0x41, |pin, send| ended.push((pin, send.is_some())));
+    assert_eq!(ended, [(0, false), (2, true)], "what was released in between sends nothing");
+    assert_eq!(waiting(&apic, 0x41), [2]);
+}

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use base::Gpa;
-use boot::{Platform, Serial, Source};
+use base::{Gpa, Gsi};
+use boot::{Pci, Platform, Serial, Source};
 use irq::IrqLine;
 use kvm::{
     CpuidEntry, KVM_X86_DISABLE_EXITS_CSTATE, KVM_X86_DISABLE_EXITS_HLT, KVM_X86_DISABLE_EXITS_MWAIT,
@@ -30,7 +30,8 @@ use crate::legacy::{AcpiPorts, Coalesced, DebugExit, SerialPort};
 use crate::lines::Lines;
 use crate::mmio_host::{announce, last_gsi};
 use crate::msi::KvmMsi;
-use crate::passthrough::Passthrough;
+use crate::passthrough::{Passthrough, Taken, can_plug};
+use crate::pci_hotplug::PciHotplug;
 use crate::ready::{self, Later, StartUp};
 use crate::registry::Registry;
 use crate::spaces::Spaces;
@@ -78,13 +79,14 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     idle(spec, &vm)?;
     let mut startup = StartUp::default();
     // Before any memory is touched: a device that can't be had is found at once.
-    let passthrough = Passthrough::open(spec)?;
+    let taken = Taken::open(spec)?;
     let ram = ready::find(spec, &mut startup)?;
     let later = ready::make(spec, &ram, &mut startup)?;
     let begun = Instant::now();
     let spaces = Spaces::new(&vm, &ram)?;
     startup.map_ns = ready::nanoseconds(begun);
-    let pins = irqchip(spec, &vm)?;
+    let hotplug = can_plug(spec, remote);
+    let pins = irqchip(spec, &vm, hotplug)?;
     if pins.is_some() {
         spaces.add_ioapic()?;
     }
@@ -102,16 +104,18 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     if spec.console == Console::Serial {
         serial = Some(SerialPort::new(lines.edge(layout::SERIAL_GSI)?, io.output.clone(), timer.clone()));
     }
+    let hotplug = hotplug.then(|| lines.edge(layout::PCI_HOTPLUG_GSI)).transpose()?.map(PciHotplug::new);
     let mut bus = Bus::new(spec, &spaces, &ram, (&routes, lines))?;
+    if hotplug.is_some() {
+        bus.allow_hotplug()?;
+    }
     let pieces = Pieces::new(spec, &spaces, &ram)?;
     let reached = Arc::new(VhostMemory::new(&ram));
     if spec.nets.iter().any(|net| net.vhost || !net.vhostfd.0.is_empty()) {
         spaces.follow(reached.listener())?;
     }
-    let mut registry = Registry::populate(spec, &mut bus, io, pieces, &reached, remote)?;
-    if let Some(passthrough) = passthrough {
-        passthrough.join(&vm, &mut bus, &mut registry)?;
-    }
+    let registry = Registry::populate(spec, &mut bus, io, pieces, &reached, remote)?;
+    let passthrough = passthrough(taken, hotplug, (&vm, &spaces, &ram), (&mut bus, &registry))?;
     // `kernel` is the machine without either of what a split one does for fewer exits, so that one can be seen beside the other.
     if spec.irqchip == spec::Irqchip::Split {
         bus.map_config()?;
@@ -120,8 +124,9 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     let loaded = load(spec, topology.apic_ids(), &ram, &bus)?;
     timeline.note("kernel, initrd and tables");
     // Not before: what is loaded may have been put behind the memory, and is pinned with it.
-    if let Some(passthrough) = registry.passthrough() {
-        passthrough.pin(&spaces, &mut startup)?;
+    if let Some(passthrough) = &passthrough
+        && passthrough.pin(&mut startup)?
+    {
         startup.huge = ready::huge(&ram);
         timeline.note("memory pinned");
     }
@@ -147,12 +152,25 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     startup.vcpu_ns = ready::nanoseconds(begun);
     timeline.note("vCPUs");
     let dispatch = Dispatch::new((control, timeline.clone()), (spaces, ram.clone()), serial, bus);
-    let dispatch = Arc::new(dispatch.with_ioapic(ioapic).with_vioapic(vioapic));
+    let dispatch = Arc::new(dispatch.with_ioapic(ioapic).with_vioapic(vioapic).with_passthrough(passthrough));
     Ok(Built { vm, ram, vcpus, dispatch, registry, timer, button, later, startup })
 }
 
+/// Puts the devices that were taken on the bus; `None` if there are none and none may come.
+fn passthrough(
+    taken: Option<Taken>,
+    hotplug: Option<PciHotplug>,
+    machine: (&Vm, &Spaces, &GuestRam),
+    (bus, registry): (&mut Bus, &Registry),
+) -> Result<Option<Arc<Passthrough>>, Error> {
+    let Some(news) = registry.news().filter(|_| taken.is_some() || hotplug.is_some()) else { return Ok(None) };
+    let passthrough = Passthrough::new(machine, news, hotplug)?;
+    taken.map_or(Ok(()), |taken| passthrough.join(taken, bus))?;
+    Ok(Some(Arc::new(passthrough)))
+}
+
 /// Makes the interrupt chips; gives the number of pins of the I/O APIC if that is ours.
-fn irqchip(spec: &spec::Vm, vm: &Vm) -> Result<Option<u8>, Error> {
+fn irqchip(spec: &spec::Vm, vm: &Vm, hotplug: bool) -> Result<Option<u8>, Error> {
     let serial = (spec.console == Console::Serial).then_some(layout::SERIAL_GSI);
     let devices = usize::from(spec.console == Console::Virtio)
         + spec.disks.len()
@@ -160,7 +178,11 @@ fn irqchip(spec: &spec::Vm, vm: &Vm) -> Result<Option<u8>, Error> {
         + usize::from(spec.rng)
         + usize::from(spec.memory.to_plug() > 0);
     let mmio = if spec.transport == spec::Transport::Mmio { last_gsi(devices) } else { None };
-    let last = serial.into_iter().chain(mmio).map(|gsi| gsi.0).max().unwrap_or(0).max(layout::ACPI_EVENT_GSI.0);
+    // The last pin of PCI functions lies past the one that says that they come and go.
+    let pci = spec.transport == spec::Transport::Pci && (hotplug || !spec.vfio.is_empty());
+    let plug = pci.then_some(Gsi(layout::PCI_PIN_GSI.0 + layout::PCI_PINS - 1));
+    let last =
+        serial.into_iter().chain(mmio).chain(plug).map(|gsi| gsi.0).max().unwrap_or(0).max(layout::ACPI_EVENT_GSI.0);
     let pins = last as u8 + 1;
     if spec.irqchip == spec::Irqchip::Split && vm.split_irqchip(pins)? {
         return Ok(Some(pins));
@@ -297,7 +319,11 @@ fn load(spec: &spec::Vm, apic_ids: Vec<u32>, ram: &GuestRam, bus: &Bus) -> Resul
         conf1: false,
         pci_window32: layout::PCI_WINDOW,
         pci_window64: (layout::high_window(ram), layout::PCI_WINDOW_HIGH),
-        pci_ports: Some(layout::PCI_PORTS),
+        pci: Pci {
+            ports: Some(layout::PCI_PORTS),
+            pins: bus.has_pins().then_some((layout::PCI_PIN_GSI, layout::PCI_PINS)),
+            hotplug: bus.hotplug(),
+        },
         virtio_mmio: bus.virtio_mmio(),
         vioapic: spec.vioapic.map(|_| (layout::VIOAPIC.0, layout::VIOAPIC.1 as u32)),
         serial: (spec.console == Console::Serial).then_some(serial),

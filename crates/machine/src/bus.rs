@@ -8,12 +8,12 @@ use base::news::News;
 use boot::Ecam;
 use mem::GuestRam;
 use spec::Transport;
-use vfio::{Opened, VfioPci};
+use vfio::Opened;
 use virtio::VirtioDevice;
 use virtio::transport::pci::VirtioPci;
 
 use crate::error::Error;
-use crate::layout::ECAM;
+use crate::layout::{ECAM, PCI_HOTPLUG_GSI, PCI_HOTPLUG_PORTS};
 use crate::ledger::Party;
 use crate::lines::Lines;
 use crate::mmio_host::{MmioHost, Registers};
@@ -68,7 +68,7 @@ impl Bus {
         (routes, lines): (&KvmMsi, Lines),
     ) -> Result<Self, Error> {
         Ok(match spec.transport {
-            Transport::Pci => Self::Pci(PciHost::new(spaces, ram, routes)?),
+            Transport::Pci => Self::Pci(PciHost::new(spaces, ram, (routes, lines.pci_pins()))?),
             Transport::Mmio => Self::Mmio(MmioHost::new(spaces, ram, lines, spec.mmio_status)),
         })
     }
@@ -93,9 +93,41 @@ impl Bus {
             let what = "a machine without a PCI bus can't have a PCI device: --vfio; take --transport mmio out";
             return Err(Error::TooMuch(what.to_owned()));
         };
-        let mut device = VfioPci::new(device, bus.messages())?;
-        device.report_to(news);
-        bus.add_vfio(device)
+        bus.add_vfio(device, news)
+    }
+
+    /// Whether functions may have interrupt pins.
+    #[must_use]
+    pub fn has_pins(&self) -> bool {
+        matches!(self, Self::Pci(_)) && (self.hotplug().is_some() || !self.passed().is_empty())
+    }
+
+    /// Functions may come and go from now on, if it is a PCI bus.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn allow_hotplug(&mut self) -> Result<(), Error> {
+        match self {
+            Self::Pci(bus) => bus.allow_hotplug(),
+            Self::Mmio(_) => Ok(()),
+        }
+    }
+
+    /// How the guest hears of functions that come and go, if any may.
+    #[must_use]
+    pub fn hotplug(&self) -> Option<boot::PciHotplug> {
+        let Self::Pci(bus) = self else { return None };
+        let (slots, port) = (bus.hotplug_slots(), PCI_HOTPLUG_PORTS.0);
+        (slots != 0).then_some(boot::PciHotplug { port, gsi: PCI_HOTPLUG_GSI, slots })
+    }
+
+    /// Where the devices of the host that are on it are there.
+    #[must_use]
+    pub fn passed(&self) -> Vec<spec::PciAddress> {
+        match self {
+            Self::Pci(bus) => bus.passed().into_iter().map(|(_, address)| address).collect(),
+            Self::Mmio(_) => Vec::new(),
+        }
     }
 
     /// Lets the guest read what it can without leaving; see [`PciHost::map_config`].

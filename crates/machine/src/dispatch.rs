@@ -12,6 +12,8 @@ use crate::control::Control;
 use crate::ioapic::IoApicHost;
 use crate::ledger::{Party, Reason};
 use crate::legacy::{AcpiPorts, Ask, DebugExit, I8042_RESET, PVPANIC_CRASH_LOADED, PVPANIC_PANICKED, SerialPort};
+use crate::passthrough::Passthrough;
+use crate::pci_hotplug::PciHotplug;
 use crate::spaces::{At, Device, Port, Spaces};
 use crate::timeline::Timeline;
 use crate::vioapic::VioapicHost;
@@ -23,6 +25,7 @@ pub struct Dispatch {
     serial: Option<Mutex<SerialPort>>,
     ioapic: Option<Arc<IoApicHost>>,
     vioapic: Option<Arc<VioapicHost>>,
+    passthrough: Option<Arc<Passthrough>>,
     spaces: Spaces,
     ram: GuestRam,
     bus: Bus,
@@ -40,7 +43,17 @@ impl Dispatch {
         serial: Option<SerialPort>,
         bus: Bus,
     ) -> Self {
-        Self { control, timeline, serial: serial.map(Mutex::new), ioapic: None, vioapic: None, spaces, ram, bus }
+        Self {
+            control,
+            timeline,
+            serial: serial.map(Mutex::new),
+            ioapic: None,
+            vioapic: None,
+            passthrough: None,
+            spaces,
+            ram,
+            bus,
+        }
     }
 
     /// With an I/O APIC of our own.
@@ -55,6 +68,23 @@ impl Dispatch {
     pub fn with_vioapic(mut self, vioapic: Option<Arc<VioapicHost>>) -> Self {
         self.vioapic = vioapic;
         self
+    }
+
+    /// With devices of the host.
+    #[must_use]
+    pub fn with_passthrough(mut self, passthrough: Option<Arc<Passthrough>>) -> Self {
+        self.passthrough = passthrough;
+        self
+    }
+
+    /// The devices of the host, if there are any or may be.
+    #[must_use]
+    pub const fn passthrough(&self) -> Option<&Arc<Passthrough>> {
+        self.passthrough.as_ref()
+    }
+
+    fn hotplug(&self) -> Option<&PciHotplug> {
+        self.passthrough.as_ref().and_then(|passthrough| passthrough.hotplug())
     }
 
     /// The paravirtual interrupt controller, if there is one.
@@ -109,6 +139,11 @@ impl Dispatch {
                 data.fill(0);
                 Party::Acpi
             }
+            (Some((Port::PciHotplug, offset)), data) => {
+                data.fill(0);
+                self.hotplug().into_iter().for_each(|registers| registers.read(offset, data));
+                Party::Acpi
+            }
             (Some((Port::DebugExit, _)), data) => {
                 data.fill(0);
                 Party::DebugExit
@@ -139,6 +174,13 @@ impl Dispatch {
             (Port::I8042Data | Port::I8042Command, _) => (Party::I8042, Ask::Nothing),
             (Port::Pvpanic, [byte]) if byte & PVPANIC_PANICKED != 0 => (Party::Pvpanic, Ask::Panic),
             (Port::Acpi, [byte]) => (Party::Acpi, AcpiPorts::write(offset, *byte)),
+            (Port::PciHotplug, data) => {
+                // The guest goes on when the device has been closed: then its slot is empty.
+                if let Some(passthrough) = &self.passthrough {
+                    PciHotplug::write(offset, data).for_each(|slot| passthrough.eject(slot, &self.bus));
+                }
+                (Party::Acpi, Ask::Nothing)
+            }
             (Port::Marker, [byte]) => (Party::Marker, Ask::Mark(port, *byte)),
             (Port::DebugExit, data) => (Party::DebugExit, DebugExit::write(data)),
             (Port::Bar { function, bar }, data) => {

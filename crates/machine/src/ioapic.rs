@@ -7,6 +7,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use base::EventFd;
 use irq::{IoApic, MsiMessage};
 
 use crate::msi::KvmMsi;
@@ -16,6 +17,8 @@ struct Chip {
     registers: IoApic,
     /// For each pin a bit for each device that asserts it.
     asserted: Vec<u64>,
+    /// Devices that are released by the end of an interrupt and look again then: pin, bit, what tells them.
+    resampled: Vec<(u8, u64, EventFd)>,
 }
 
 /// The chip and where its messages go.
@@ -30,7 +33,7 @@ impl IoApicHost {
     pub fn new(pins: u8, routes: &KvmMsi) -> Self {
         let registers = IoApic::new(pins);
         let asserted = vec![0; usize::from(registers.pins())];
-        Self { chip: Mutex::new(Chip { registers, asserted }), routes: routes.clone() }
+        Self { chip: Mutex::new(Chip { registers, asserted, resampled: Vec::new() }), routes: routes.clone() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Chip> {
@@ -56,12 +59,34 @@ impl IoApicHost {
 
     /// A local APIC ended the interrupt of `vector`: lines that are still asserted are sent again.
     pub fn end(&self, vector: u8) {
-        let mut chip = self.lock();
+        let mut guard = self.lock();
+        let chip = &mut *guard;
+        // Those that look again go first: what of them is still there comes back as a new interrupt.
+        let pins: Vec<u8> = chip.registers.waiting(vector).collect();
+        let Chip { registers, asserted, resampled } = chip;
+        for (pin, bit, ended) in resampled.iter().filter(|(pin, ..)| pins.contains(pin)) {
+            release(registers, asserted, *pin, *bit);
+            // Only a full counter refuses, and then it is readable.
+            let _ = ended.write(1);
+        }
         let mut again = Vec::new();
         chip.registers.end(vector, |pin, send| again.extend(send.map(|message| (pin, message))));
         for (pin, message) in again {
-            self.send(&mut chip, pin, message);
+            self.send(chip, pin, message);
         }
+    }
+
+    /// The device behind `bit` of `pin` is released by the end of each interrupt from now on, and told by `ended`.
+    pub fn resample(&self, pin: u8, bit: u64, ended: EventFd) {
+        self.lock().resampled.push((pin, bit, ended));
+    }
+
+    /// The device behind `bit` is gone from `pin`.
+    pub fn leave(&self, pin: u8, bit: u64) {
+        let mut chip = self.lock();
+        chip.resampled.retain(|(other, of, _)| (*other, *of) != (pin, bit));
+        let Chip { registers, asserted, .. } = &mut *chip;
+        release(registers, asserted, pin, bit);
     }
 
     /// Something happened at a device on `pin`: an edge, and from now on the device behind `bit` asserts it. Without a bit it
@@ -86,21 +111,26 @@ impl IoApicHost {
     /// The device behind `bit` no longer asserts `pin`, unless `still` sees that it does.
     pub fn release(&self, pin: u8, bit: u64, still: &dyn Fn() -> bool) {
         let mut chip = self.lock();
-        let Some(asserted) = chip.asserted.get_mut(usize::from(pin)) else { return };
-        if still() {
-            // Who made it so has raised it, or is about to.
-            return;
+        let Chip { registers, asserted, .. } = &mut *chip;
+        if !still() {
+            release(registers, asserted, pin, bit);
         }
-        *asserted &= !bit;
-        if *asserted == 0 {
-            // A line that goes down sends nothing.
-            let _ = chip.registers.set_line(pin, false);
-        }
+        // Else who made it so has raised it, or is about to.
     }
 
     fn send(&self, chip: &mut Chip, pin: u8, message: MsiMessage) {
         if !self.routes.vm().signal_msi(message.address, message.data).unwrap_or(false) {
             chip.registers.refused(pin);
         }
+    }
+}
+
+/// The device behind `bit` asserts `pin` no longer.
+fn release(registers: &mut IoApic, asserted: &mut [u64], pin: u8, bit: u64) {
+    let Some(asserted) = asserted.get_mut(usize::from(pin)) else { return };
+    *asserted &= !bit;
+    if *asserted == 0 {
+        // A line that goes down sends nothing.
+        let _ = registers.set_line(pin, false);
     }
 }

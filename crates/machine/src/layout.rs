@@ -45,6 +45,14 @@ pub const SERIAL_GSI: Gsi = Gsi(4);
 pub const PVPANIC_PORT: u16 = 0x505;
 /// ACPI sleep control, sleep status and reset registers, one byte each.
 pub const ACPI_PORT: u16 = 0x600;
+/// First of the interrupts for pins of PCI functions: slots take turns.
+pub const PCI_PIN_GSI: Gsi = Gsi(16);
+/// How many there are.
+pub const PCI_PINS: u32 = 4;
+/// First of the ports through which PCI functions are plugged, and how many there are: three double words.
+pub const PCI_HOTPLUG_PORTS: (u16, u64) = (0x610, 12);
+/// Interrupt of the ACPI generic event device that says that one is.
+pub const PCI_HOTPLUG_GSI: Gsi = Gsi(9);
 /// Interrupt of the ACPI generic event device that carries the power button.
 pub const ACPI_EVENT_GSI: Gsi = Gsi(5);
 /// The I/O APIC's page.

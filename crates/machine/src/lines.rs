@@ -11,6 +11,7 @@ use irq::IrqLine;
 use kvm::Vm;
 
 use crate::error::{Error, host};
+use crate::intx::PciPins;
 use crate::ioapic::IoApicHost;
 use crate::vioapic::VioapicHost;
 
@@ -67,6 +68,12 @@ impl Lines {
     #[must_use]
     pub fn new(vm: &Vm, ioapic: Option<Arc<IoApicHost>>, vioapic: Option<Arc<VioapicHost>>) -> Self {
         Self { vm: vm.clone(), ioapic, vioapic, pins: Vec::new() }
+    }
+
+    /// Inputs for the pins of PCI functions.
+    #[must_use]
+    pub fn pci_pins(&self) -> PciPins {
+        PciPins::new(&self.vm, self.ioapic.clone())
     }
 
     /// A line of the paravirtual controller for the device at `at`, if there is a controller with a line left.

@@ -33,6 +33,8 @@ struct Routes {
     pins: Option<Vec<Option<MsiMessage>>>,
     /// One slot per number given out, from `FIRST_MSI_GSI` on.
     messages: Vec<Option<MsiMessage>>,
+    /// Those of them whose vectors are gone: the next ones take them.
+    free: Vec<usize>,
 }
 
 impl Routes {
@@ -74,7 +76,12 @@ impl KvmMsi {
     #[must_use]
     pub fn new(vm: Vm, own_pins: Option<u8>) -> Self {
         let pins = own_pins.map(|pins| vec![None; usize::from(pins)]);
-        Self { shared: Arc::new(Shared { vm, routes: Mutex::new(Routes { pins, messages: Vec::new() }) }) }
+        Self {
+            shared: Arc::new(Shared {
+                vm,
+                routes: Mutex::new(Routes { pins, messages: Vec::new(), free: Vec::new() }),
+            }),
+        }
     }
 
     /// The level of a pin of our own I/O APIC sends `message` from now on, or the pin has none.
@@ -96,8 +103,18 @@ impl MsiSink for KvmMsi {
         for _ in 0..count {
             let index = {
                 let mut routes = self.shared.routes.lock().unwrap_or_else(PoisonError::into_inner);
-                routes.messages.push(None);
-                routes.messages.len() - 1
+                match routes.free.pop() {
+                    // KVM may still know the route of the one before.
+                    Some(index) if out.is_empty() => {
+                        self.shared.vm.set_routes(&routes.table()).map_err(io::Error::other)?;
+                        index
+                    }
+                    Some(index) => index,
+                    None => {
+                        routes.messages.push(None);
+                        routes.messages.len() - 1
+                    }
+                }
             };
             let gsi = Gsi(FIRST_MSI_GSI + index as u32);
             let irqfd = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?;
@@ -146,6 +163,16 @@ impl MsiVector for Vector {
 
     fn is_pending(&self) -> bool {
         base::fd::is_readable(&self.irqfd)
+    }
+}
+
+/// A device that goes gives its interrupts back. KVM lets go of an irqfd that is closed, and its routes are the next change's: a
+/// machine that ends pays for neither.
+impl Drop for Vector {
+    fn drop(&mut self) {
+        let mut routes = self.shared.routes.lock().unwrap_or_else(PoisonError::into_inner);
+        routes.messages.get_mut(self.index).into_iter().for_each(|message| *message = None);
+        routes.free.push(self.index);
     }
 }
 

@@ -6,16 +6,19 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use base::news::News;
 use base::{Gpa, Hva};
 use irq::MsiSink;
 use mem::GuestRam;
 use mem::space::{Doorbell, Kind, RegionId};
-use pci::{Effect, PciBus, PciDevice, Placement};
-use vfio::VfioPci;
+use pci::{Effect, PciBus, PciDevice, Placement, SLOTS};
+use spec::PciAddress;
+use vfio::{Opened, VfioPci};
 use virtio::VirtioDevice;
 use virtio::transport::pci::VirtioPci;
 
 use crate::error::{Error, host};
+use crate::intx::PciPins;
 use crate::layout::{PCI_PORTS, PCI_WINDOW, PCI_WINDOW_HIGH, high_window};
 use crate::msi::KvmMsi;
 use crate::spaces::{BarRegion, Device, Spaces};
@@ -28,22 +31,27 @@ struct Bar {
     at: Mutex<Option<u64>>,
 }
 
-/// A device and its place on the bus.
+/// A device on the bus.
 struct OnBus {
-    slot: u8,
     device: pci::Shared,
     bars: Vec<Bar>,
+    /// What lies over its BARs, and where it is on the host: of a device that is passed through.
+    passed: Option<(PciAddress, Vec<RegionId>)>,
 }
 
 /// The bus, its devices and where they are.
 pub struct PciHost {
     ram: GuestRam,
     msi: KvmMsi,
+    pins: PciPins,
     spaces: Spaces,
     /// Configuration space as a region.
     ecam: RegionId,
     bus: Mutex<PciBus>,
-    devices: Vec<OnBus>,
+    /// By slot. An access holds the lock of its one slot.
+    slots: Vec<Mutex<Option<OnBus>>>,
+    /// Functions may come and go while the guest runs.
+    hotplug: bool,
     /// Next free address of the BAR window, and next free port.
     next: u64,
     next_port: u64,
@@ -93,15 +101,17 @@ impl PciHost {
     ///
     /// # Errors
     /// [`Error::Space`].
-    pub fn new(spaces: &Spaces, ram: &GuestRam, msi: &KvmMsi) -> Result<Self, Error> {
+    pub fn new(spaces: &Spaces, ram: &GuestRam, (msi, pins): (&KvmMsi, PciPins)) -> Result<Self, Error> {
         let high = high_window(ram);
         Ok(Self {
             ram: ram.clone(),
             msi: msi.clone(),
+            pins,
             spaces: spaces.clone(),
             ecam: spaces.add_ecam()?,
             bus: Mutex::new(PciBus::new()),
-            devices: Vec::new(),
+            slots: (0..SLOTS).map(|_| Mutex::new(None)).collect(),
+            hotplug: false,
             next: PCI_WINDOW.0.0,
             next_port: PCI_PORTS.0.into(),
             high,
@@ -110,10 +120,42 @@ impl PciHost {
         })
     }
 
-    /// Whether there is nothing on the bus but its host bridge.
+    /// Whether there is nothing on the bus but its host bridge, and nothing will come.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.devices.is_empty()
+        !self.hotplug && self.taken().is_empty()
+    }
+
+    /// From now on functions may come and go.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn allow_hotplug(&mut self) -> Result<(), Error> {
+        self.hotplug = true;
+        self.spaces.add_hotplug_ports()
+    }
+
+    /// The slots that devices are in, lowest first, the host bridge's not among them.
+    fn taken(&self) -> Vec<u8> {
+        (0..SLOTS).zip(&self.slots).filter(|(_, place)| lock(place).is_some()).map(|(slot, _)| slot).collect()
+    }
+
+    /// The slots that functions may come to or go from, a bit for each.
+    #[must_use]
+    pub fn hotplug_slots(&self) -> u32 {
+        if !self.hotplug {
+            return 0;
+        }
+        let stays = |place: &Mutex<Option<OnBus>>| lock(place).as_ref().is_some_and(|on_bus| on_bus.passed.is_none());
+        let may = (0..SLOTS).zip(&self.slots).filter(|(slot, place)| *slot != HOST_BRIDGE && !stays(place));
+        may.map(|(slot, _)| 1 << slot).sum()
+    }
+
+    /// The devices of the host on the bus, with their slots.
+    #[must_use]
+    pub fn passed(&self) -> Vec<(u8, PciAddress)> {
+        let passed = |place: &Mutex<Option<OnBus>>| Some(lock(place).as_ref()?.passed.as_ref()?.0);
+        (0..SLOTS).zip(&self.slots).filter_map(|(slot, place)| Some((slot, passed(place)?))).collect()
     }
 
     /// Puts `device` into the next slot, its BARs at the next addresses, and gives it as it is there.
@@ -125,34 +167,101 @@ impl PciHost {
         let mut function =
             VirtioPci::new(device, self.ram.clone(), sink).map_err(host("give a device its interrupts"))?;
         self.place(&mut function)?;
-        let bars = self.make_bars(&function, |bar| doorbells(&function, bar).map_err(host("copy an eventfd")))?;
+        let slot = self.free_slot(0)?;
+        let bars = self.make_bars(slot, &function, |bar| doorbells(&function, bar).map_err(host("copy an eventfd")))?;
         let device = Arc::new(Mutex::new(function));
-        self.attach(device.clone(), bars)?;
+        self.attach(slot, OnBus { device: device.clone(), bars, passed: None })?;
         Ok(device)
     }
 
-    /// As [`PciHost::add`], with a device of the host. What its BARs have mapped lies over them, where the guest reaches it
-    /// without leaving.
+    /// As [`PciHost::add`], with a device of the host.
     ///
     /// # Errors
     /// As there, [`Error::Vfio`] when the device can't be mapped, [`Error::Space`] where KVM has no slots left.
-    pub fn add_vfio(&mut self, mut function: VfioPci) -> Result<(), Error> {
+    pub fn add_vfio(&mut self, opened: Opened, news: &Arc<News>) -> Result<(), Error> {
+        let slot = self.free_slot(0)?;
+        let mut function = self.function(slot, opened, news)?;
         self.place(&mut function)?;
-        let bars = self.make_bars(&function, |_| Ok(Vec::new()))?;
+        self.plug(slot, function)
+    }
+
+    /// What an opened device is on this bus, in `slot`; what it has to say goes to `news`.
+    ///
+    /// # Errors
+    /// [`Error::Vfio`].
+    pub fn function(&self, slot: u8, opened: Opened, news: &Arc<News>) -> Result<VfioPci, Error> {
+        let mut function = VfioPci::new(opened, &self.msi, self.pins.pin(slot))?;
+        function.report_to(news);
+        Ok(function)
+    }
+
+    /// The lowest slot that nothing is in and that `except` has no bit for.
+    ///
+    /// # Errors
+    /// [`Error::TooMuch`].
+    pub fn free_slot(&self, except: u32) -> Result<u8, Error> {
+        let free = |slot: &u8| lock(&self.bus).device(*slot).is_none() && except >> slot & 1 == 0;
+        (0..SLOTS).find(free).ok_or_else(|| Error::TooMuch(pci::Error::Full.to_string()))
+    }
+
+    /// Puts a device of the host into `slot`, its BARs where it says. What they have mapped lies over them, where the guest
+    /// reaches it without leaving. One caller at a time.
+    ///
+    /// # Errors
+    /// As [`PciHost::add_vfio`]; nothing of it is there then.
+    pub fn plug(&self, slot: u8, function: VfioPci) -> Result<(), Error> {
+        let address = function.address();
+        let bars = self.make_bars(slot, &function, |_| Ok(Vec::new()))?;
+        let mut pages = Vec::new();
+        let mapped = self.map_direct(&function, &bars, &mut pages);
+        let regions: Vec<BarRegion> = bars.iter().map(|bar| bar.region).collect();
+        let device = Arc::new(Mutex::new(function));
+        let on_bus = OnBus { device, bars, passed: Some((address, pages.clone())) };
+        mapped.and_then(|()| self.attach(slot, on_bus)).inspect_err(|_| {
+            // They are nowhere yet, so that nobody has to let go of them.
+            let _ = self.spaces.forget_bars(&regions, &pages);
+        })
+    }
+
+    fn map_direct(&self, function: &VfioPci, bars: &[Bar], pages: &mut Vec<RegionId>) -> Result<(), Error> {
         for direct in function.direct()? {
             let Some(bar) = bars.iter().find(|bar| bar.number == direct.bar) else { continue };
             let BarRegion::Memory(region) = bar.region else { continue };
             let (size, host) = (direct.map.len() as u64, Hva(direct.map.as_ptr() as u64));
+            let (owner, kind) = (Arc::new(direct.map), Kind::Direct(host));
             // SAFETY: the mapping goes along as its own owner; it is the device's memory, which is the guest's to use.
-            unsafe { self.spaces.add_page(Arc::new(direct.map), size, Kind::Direct(host), (region, direct.offset)) }?;
+            pages.push(unsafe { self.spaces.add_page(owner, size, kind, (region, direct.offset)) }?);
         }
-        self.attach(Arc::new(Mutex::new(function)), bars)
+        Ok(())
     }
 
-    /// Messages for its devices.
-    #[must_use]
-    pub fn messages(&self) -> &KvmMsi {
-        &self.msi
+    /// Takes the device of the host out of `slot` and closes it, wherever the guest has its BARs; where it was on the host.
+    /// `None` if there is none.
+    ///
+    /// # Errors
+    /// [`Error::Space`] when KVM does not let go of its memory; it is there then.
+    pub fn unplug(&self, slot: u8) -> Result<Option<PciAddress>, Error> {
+        // The bus lock spans all of it, so that nobody moves what goes.
+        let mut bus = lock(&self.bus);
+        let Some(place) = self.slots.get(usize::from(slot)) else { return Ok(None) };
+        let mut place = lock(place);
+        let Some(on_bus) = &*place else { return Ok(None) };
+        let Some((address, pages)) = &on_bus.passed else { return Ok(None) };
+        let (address, regions): (_, Vec<BarRegion>) = (*address, on_bus.bars.iter().map(|bar| bar.region).collect());
+        self.spaces.forget_bars(&regions, pages)?;
+        bus.detach(slot);
+        if let Some(pages) = &self.pages {
+            for page in lock(&pages.slots).iter_mut().filter(|page| page.is_some_and(|(of, _)| of == slot)) {
+                page.take().into_iter().for_each(|(_, region)| self.spaces.remove(region));
+            }
+        }
+        let gone = place.take();
+        drop((place, bus));
+        // Nobody finds it any more, and nobody has to wait while it is reset and closed.
+        if let Some(on_bus) = gone {
+            lock(&on_bus.device).reset();
+        }
+        Ok(Some(address))
     }
 
     /// Gives the BARs of `function` the next addresses: large ones, where the function allows it, above high memory.
@@ -181,22 +290,23 @@ impl PciHost {
     /// Regions for the BARs of `function`, which are nowhere yet.
     fn make_bars(
         &self,
+        slot: u8,
         function: &dyn PciDevice,
         bells: impl Fn(&Placement) -> Result<Vec<Doorbell>, Error>,
     ) -> Result<Vec<Bar>, Error> {
-        // A bus has 32 slots.
-        let index = self.devices.len() as u8;
         let make = |placement: Placement| {
-            let place = (index, placement.bar);
+            let place = (slot, placement.bar);
             let region = self.spaces.make_bar(placement.io, placement.size, place, bells(&placement)?)?;
             Ok(Bar { number: placement.bar, region, at: Mutex::new(None) })
         };
         function.placements().into_iter().map(make).collect()
     }
 
-    fn attach(&mut self, device: pci::Shared, bars: Vec<Bar>) -> Result<(), Error> {
-        let slot = lock(&self.bus).attach(device.clone()).map_err(|e| Error::TooMuch(e.to_string()))?;
-        self.devices.push(OnBus { slot, device, bars });
+    fn attach(&self, slot: u8, on_bus: OnBus) -> Result<(), Error> {
+        let Some(place) = self.slots.get(usize::from(slot)) else { return Ok(()) };
+        let mut bus = lock(&self.bus);
+        bus.attach_at(slot, on_bus.device.clone()).map_err(|e| Error::TooMuch(e.to_string()))?;
+        *lock(place) = Some(on_bus);
         Ok(())
     }
 
@@ -226,7 +336,7 @@ impl PciHost {
         if self.is_empty() {
             return Ok(());
         }
-        let slots: Vec<u8> = std::iter::once(HOST_BRIDGE).chain(self.devices.iter().map(|d| d.slot)).collect();
+        let slots: Vec<u8> = std::iter::once(HOST_BRIDGE).chain(self.taken()).collect();
         let memory = GuestRam::anonymous(&[(Gpa(0), slots.len() as u64 * CONFIG_PAGE)])?;
         let Some((_, _, host)) = memory.regions().next() else { return Ok(()) };
         let mut bus = lock(&self.bus);
@@ -252,7 +362,7 @@ impl PciHost {
         let mut slots = lock(&pages.slots);
         let mine = |s: &Option<(u8, RegionId)>| s.is_some_and(|(s, _)| s == slot);
         let Some((page, mapped)) = (0u64..).zip(slots.iter_mut()).find(|(_, s)| mine(s)) else { return };
-        if self.devices.iter().any(|d| d.slot == slot && lock(&d.device).reads_have_effects()) {
+        if bus.device(slot).is_some_and(|device| lock(device).reads_have_effects()) {
             if let Some((_, region)) = mapped.take() {
                 self.spaces.remove(region);
             }
@@ -261,24 +371,26 @@ impl PciHost {
         }
     }
 
-    /// Reads from byte `offset` of BAR `bar` of the function with this index.
-    pub fn bar_read(&self, function: u8, bar: u8, offset: u64, data: &mut [u8]) {
-        match self.devices.get(usize::from(function)) {
-            Some(on_bus) => lock(&on_bus.device).bar_read(bar, offset, data),
-            None => data.fill(0xff),
+    /// Reads from byte `offset` of BAR `bar` of the function in `slot`.
+    pub fn bar_read(&self, slot: u8, bar: u8, offset: u64, data: &mut [u8]) {
+        match self.slots.get(usize::from(slot)).map(lock).as_deref() {
+            Some(Some(on_bus)) => lock(&on_bus.device).bar_read(bar, offset, data),
+            _ => data.fill(0xff),
         }
     }
 
     /// Writes there.
-    pub fn bar_write(&self, function: u8, bar: u8, offset: u64, data: &[u8]) {
-        if let Some(on_bus) = self.devices.get(usize::from(function)) {
+    pub fn bar_write(&self, slot: u8, bar: u8, offset: u64, data: &[u8]) {
+        if let Some(Some(on_bus)) = self.slots.get(usize::from(slot)).map(lock).as_deref() {
             lock(&on_bus.device).bar_write(bar, offset, data);
         }
     }
 
     /// Takes over where the BARs of `slot` are now.
     fn follow(&self, slot: u8) {
-        let Some(on_bus) = self.devices.iter().find(|d| d.slot == slot) else { return };
+        let Some(place) = self.slots.get(usize::from(slot)) else { return };
+        let place = lock(place);
+        let Some(on_bus) = &*place else { return };
         let placed = lock(&on_bus.device).placements();
         let mut moved = Vec::new();
         for bar in &on_bus.bars {
@@ -296,8 +408,10 @@ impl PciHost {
 
     /// Stops all devices: work in flight is finished or dropped, threads end. The guest must not run any more.
     pub fn stop(&self) {
-        for on_bus in &self.devices {
-            lock(&on_bus.device).reset();
+        for place in &self.slots {
+            if let Some(on_bus) = &*lock(place) {
+                lock(&on_bus.device).reset();
+            }
         }
     }
 }

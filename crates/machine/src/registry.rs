@@ -22,7 +22,6 @@ use crate::console::ConsoleIo;
 use crate::error::{Error, host};
 use crate::hotplug::{MemoryControl, Pieces};
 use crate::ledger::DeviceLedger;
-use crate::passthrough::Passthrough;
 
 /// How long the guest's last output may wait for a slow reader once the guest is over.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
@@ -48,8 +47,6 @@ pub struct Registry {
     waiting: Vec<u8>,
     /// What devices have to say to the user.
     news: Option<Arc<News>>,
-    /// The devices of the host.
-    passthrough: Option<Passthrough>,
 }
 
 impl Registry {
@@ -115,17 +112,6 @@ impl Registry {
     #[must_use]
     pub const fn news(&self) -> Option<&Arc<News>> {
         self.news.as_ref()
-    }
-
-    /// Keeps what devices of the host need for as long as the machine is there.
-    pub fn keep(&mut self, passthrough: Passthrough) {
-        self.passthrough = Some(passthrough);
-    }
-
-    /// What was kept.
-    #[must_use]
-    pub const fn passthrough(&self) -> Option<&Passthrough> {
-        self.passthrough.as_ref()
     }
 
     /// The way to plug memory, if there is any to plug.

@@ -4,9 +4,12 @@
 
 use std::any::Any;
 use std::io;
+use std::sync::Arc;
+use std::time::Duration;
 
-use spec::{Command, DiskInfo, Info, Reply, ResizeDisk};
+use spec::{Command, DiskInfo, Info, RemoveDevice, Reply, ResizeDisk};
 
+use crate::dispatch::Dispatch;
 use crate::hotplug::MemoryControl;
 use crate::registry::DiskControl;
 
@@ -24,10 +27,19 @@ pub struct Controls {
     info: Info,
     disks: Vec<DiskControl>,
     memory: Option<MemoryControl>,
+    dispatch: Arc<Dispatch>,
 }
 
+/// What says no to devices of the host.
+const NO_BUS: &str = "a machine without a PCI bus can't have a PCI device: --vfio; start it without --transport mmio";
+
 impl Controls {
-    pub(crate) fn new(vm: &spec::Vm, disks: Vec<DiskControl>, memory: Option<MemoryControl>) -> Self {
+    pub(crate) fn new(
+        vm: &spec::Vm,
+        disks: Vec<DiskControl>,
+        memory: Option<MemoryControl>,
+        dispatch: &Arc<Dispatch>,
+    ) -> Self {
         let known = vm.disks.iter().enumerate().map(|(number, disk)| DiskInfo {
             id: format!("disk{number}"),
             path: disk.path.clone(),
@@ -43,8 +55,9 @@ impl Controls {
             memory_actual: vm.memory.size,
             memory_most: vm.memory.size,
             disks: known.collect(),
+            vfio: Vec::new(),
         };
-        Self { info, disks, memory }
+        Self { info, disks, memory, dispatch: dispatch.clone() }
     }
 
     /// Does what `command` says; waits for the host where it has to.
@@ -60,13 +73,26 @@ impl Controls {
                     (info.memory, info.memory_actual, info.memory_most) =
                         (memory.wanted(), memory.actual(), memory.most());
                 }
+                info.vfio = self.dispatch.bus().passed();
                 Reply::Info(info)
             }
+            Command::AddDevice(device) => {
+                let added = self.dispatch.passthrough().map(|all| all.add(device.host, self.dispatch.bus()));
+                done(added.map(|added| added.map_err(|e| e.to_string())))
+            }
+            Command::RemoveDevice(device) => done(self.remove(&device)),
             Command::ResizeDisk(resize) => self.resize(&resize).map_or_else(Reply::Refused, |()| Reply::Done),
             Command::ResizeMemory(resize) => {
                 self.resize_memory(resize.desired_size).map_or_else(Reply::Refused, |()| Reply::Done)
             }
         }
+    }
+
+    fn remove(&self, device: &RemoveDevice) -> Option<Result<(), String>> {
+        let how = (Duration::from_secs(device.timeout.into()), device.force);
+        let all = self.dispatch.passthrough()?;
+        let removed = all.remove(device.host, self.dispatch.bus(), how, self.dispatch.control().event());
+        Some(removed.map_err(|e| e.to_string()))
     }
 
     fn resize_memory(&self, bytes: u64) -> Result<(), String> {
@@ -90,4 +116,9 @@ impl Controls {
         function.update_config();
         Ok(())
     }
+}
+
+/// What came of plugging, if this machine can do that.
+fn done(plugged: Option<Result<(), String>>) -> Reply {
+    plugged.unwrap_or_else(|| Err(NO_BUS.to_owned())).map_or_else(Reply::Refused, |()| Reply::Done)
 }

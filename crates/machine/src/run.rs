@@ -48,6 +48,8 @@ pub struct Report {
     pub ledger: Ledger,
     /// When it began: the ledger's times count from here.
     pub begun: Instant,
+    /// The devices of the host that it had at its end: some may have come or gone meanwhile.
+    pub vfio: Vec<spec::Vfio>,
 }
 
 /// Builds the VM that `vm` describes, runs it to its end and says how it went.
@@ -130,7 +132,7 @@ fn guest_run(
     }
     let serving = match &mut remote {
         Some(remote) => {
-            let controls = Controls::new(vm, registry.take_controls(), registry.memory().cloned());
+            let controls = Controls::new(vm, registry.take_controls(), registry.memory().cloned(), &dispatch);
             Some(remote.started(controls).map_err(host("start a thread for the API"))?)
         }
         None => None,
@@ -156,6 +158,7 @@ fn guest_run(
     let stopped: Vec<Stopped> = vcpus.into_iter().filter_map(vcpu::Started::stop).collect();
     dispatch.with_serial(SerialPort::flush);
     registry.drain();
+    let vfio = dispatch.bus().passed().into_iter().map(|host| spec::Vfio { host }).collect();
     dispatch.bus().stop();
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
     let mut devices = registry.ledgers();
@@ -175,7 +178,7 @@ fn guest_run(
     if accounting != Accounting::Places {
         ledger.timeline = timeline.take();
     }
-    Ok(Report { outcome, ledger, begun: clock.begun })
+    Ok(Report { outcome, ledger, begun: clock.begun, vfio })
 }
 
 fn start(

@@ -12,12 +12,12 @@ use base::{Gpa, Hva};
 use kvm::{IoAddress, Slot, Vm};
 use mem::GuestRam;
 use mem::space::{
-    AddressSpace, Change, Doorbell, FlatDoorbell, FlatView, Kind, Listener, MemorySlot, ROOT, RegionId, SlotSink,
-    Slots, SpaceError, Target, Tree,
+    AddressSpace, Change, Doorbell, FlatDoorbell, FlatView, Kind, Listener, ListenerId, MemorySlot, ROOT, RegionId,
+    SlotSink, Slots, SpaceError, Target, Tree,
 };
 
 use crate::error::Error;
-use crate::layout::{ACPI_PORT, ECAM, IOAPIC, PVPANIC_PORT, SERIAL_PORT};
+use crate::layout::{ACPI_PORT, ECAM, IOAPIC, PCI_HOTPLUG_PORTS, PVPANIC_PORT, SERIAL_PORT};
 use crate::legacy::{DebugExit, I8042_COMMAND, I8042_DATA};
 use crate::timeline::{BOOT_PORT, DEBUG_PORT};
 
@@ -54,6 +54,8 @@ pub enum Port {
     Pvpanic,
     /// ACPI's sleep and reset registers.
     Acpi,
+    /// Plugging of PCI functions.
+    PciHotplug,
     /// A marker.
     Marker,
     /// The debug exit.
@@ -94,16 +96,16 @@ pub struct Spaces(Arc<Inner>);
 struct Inner {
     memory: AddressSpace<Device>,
     ports: AddressSpace<Port>,
-    /// All memory that was ever placed, kept for as long as a slot may show it.
-    placed: Mutex<Vec<Owner>>,
+    /// All memory that was placed, kept for as long as a slot may show it: of pages with their regions, which may go.
+    placed: Mutex<Vec<(Option<RegionId>, Owner)>>,
 }
 
 /// What keeps placed memory where it is.
 pub type Owner = Arc<dyn Any + Send + Sync>;
 
 impl Inner {
-    fn keep(&self, owner: Owner) {
-        self.placed.lock().unwrap_or_else(PoisonError::into_inner).push(owner);
+    fn keep(&self, region: Option<RegionId>, owner: Owner) {
+        self.placed.lock().unwrap_or_else(PoisonError::into_inner).push((region, owner));
     }
 }
 
@@ -132,7 +134,7 @@ impl Spaces {
         // A port space has no more than 2^16 ports.
         spaces.0.ports.listen(Box::new(Doorbells::new(vm, |at| IoAddress::Pio(at.0 as u16))))?;
         for (at, size, host) in ram.regions() {
-            spaces.0.keep(Arc::new(ram.clone()));
+            spaces.0.keep(None, Arc::new(ram.clone()));
             spaces.0.memory.change(|tree| {
                 let region = tree.region(size, Kind::Ram(host))?;
                 tree.place(ROOT, at.0, 0, region)
@@ -145,8 +147,16 @@ impl Spaces {
     ///
     /// # Errors
     /// The listener's.
-    pub fn follow(&self, listener: Box<dyn Listener<Device>>) -> Result<(), SpaceError> {
+    pub fn follow(&self, listener: Box<dyn Listener<Device>>) -> Result<ListenerId, SpaceError> {
         self.0.memory.listen(listener)
+    }
+
+    /// Has a listener follow no longer; it takes back what it did.
+    ///
+    /// # Errors
+    /// The listener's, which is gone all the same.
+    pub fn unfollow(&self, listener: ListenerId) -> Result<(), SpaceError> {
+        self.0.memory.leave(listener)
     }
 
     /// Makes a region for each `piece` of the memory of `ram` that comes and goes, lowest first; they are nowhere yet.
@@ -155,7 +165,7 @@ impl Spaces {
     /// [`Error::Space`].
     pub fn make_pieces(&self, ram: &GuestRam, piece: u64) -> Result<Vec<RegionId>, Error> {
         let Some(hot) = ram.hot() else { return Ok(Vec::new()) };
-        self.0.keep(Arc::new(ram.clone()));
+        self.0.keep(None, Arc::new(ram.clone()));
         let host = hot.host().0;
         Ok(self.0.memory.change(|tree| {
             let pieces = (0..hot.size()).step_by(usize::try_from(piece).unwrap_or(usize::MAX));
@@ -266,12 +276,15 @@ impl Spaces {
         (over, at): (RegionId, u64),
         bells: Vec<Doorbell>,
     ) -> Result<RegionId, Error> {
-        self.0.keep(owner);
-        Ok(self.0.memory.change(|tree| {
-            let region = tree.device(size, kind, bells)?;
-            tree.place(over, at, PAGE_PRIORITY, region)?;
-            Ok(region)
-        })?)
+        // Before the first slot that shows it.
+        let region = self.0.memory.change(|tree| tree.device(size, kind, bells))?;
+        self.0.keep(Some(region), owner);
+        self.0.memory.change(|tree| tree.place(over, at, PAGE_PRIORITY, region)).inspect_err(|_| {
+            self.0.placed.lock().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != Some(region));
+            // It is nowhere.
+            let _ = self.0.memory.change(|tree| tree.forget(region));
+        })?;
+        Ok(region)
     }
 
     /// Puts a page that was taken away back to the start of the device's region that it was over.
@@ -286,6 +299,32 @@ impl Spaces {
     pub fn remove(&self, region: RegionId) {
         // A slot that KVM made a moment ago it takes back, too.
         let _ = self.0.memory.change(|tree| tree.unplace(region));
+    }
+
+    /// Takes BARs away for good, and the pages over them, whose memory goes with its last owner.
+    ///
+    /// # Errors
+    /// [`SpaceError::Refused`] when KVM does not let go: all are there then.
+    pub fn forget_bars(&self, bars: &[BarRegion], pages: &[RegionId]) -> Result<(), SpaceError> {
+        let memory = bars.iter().filter_map(|bar| if let BarRegion::Memory(id) = bar { Some(*id) } else { None });
+        let ports = bars.iter().filter_map(|bar| if let BarRegion::Ports(id) = bar { Some(*id) } else { None });
+        self.0.memory.change(|tree| forget_all(tree, pages.iter().copied().chain(memory)))?;
+        let mut placed = self.0.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        placed.retain(|(region, _)| region.is_none_or(|region| !pages.contains(&region)));
+        drop(placed);
+        self.0.ports.change(|tree| forget_all(tree, ports))
+    }
+
+    /// Places the registers through which functions are plugged.
+    ///
+    /// # Errors
+    /// [`Error::Space`].
+    pub fn add_hotplug_ports(&self) -> Result<(), Error> {
+        let (at, size) = PCI_HOTPLUG_PORTS;
+        Ok(self.0.ports.change(|tree| {
+            let region = tree.region(size, Kind::Mmio(Port::PciHotplug))?;
+            tree.place(ROOT, at.into(), 0, region)
+        })?)
     }
 
     /// Places an I/O APIC of our own.
@@ -332,6 +371,13 @@ impl Spaces {
     pub fn port_at(&self, port: u16) -> Option<(Port, u16)> {
         self.0.ports.read(|view| port_in(view, port))
     }
+}
+
+fn forget_all<D: Clone>(tree: &mut Tree<D>, mut regions: impl Iterator<Item = RegionId>) -> Result<(), SpaceError> {
+    regions.try_for_each(|region| {
+        tree.unplace(region)?;
+        tree.forget(region)
+    })
 }
 
 fn move_all<D: Clone>(

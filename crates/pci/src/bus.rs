@@ -108,6 +108,21 @@ impl PciBus {
         Ok(number)
     }
 
+    /// Puts a function into `slot`.
+    ///
+    /// # Errors
+    /// [`Error::Full`] when something is there, or there is no such slot.
+    pub fn attach_at(&mut self, slot: u8, device: Shared) -> Result<(), Error> {
+        let place = self.slots.get_mut(usize::from(slot)).filter(|place| place.is_none()).ok_or(Error::Full)?;
+        *place = Some(device);
+        Ok(())
+    }
+
+    /// Takes the function out of `slot`: nobody answers there from now on.
+    pub fn detach(&mut self, slot: u8) -> Option<Shared> {
+        self.slots.get_mut(usize::from(slot))?.take()
+    }
+
     /// The function in `slot`.
     #[must_use]
     pub fn device(&self, slot: u8) -> Option<&Shared> {
@@ -323,6 +338,21 @@ mod tests {
             at,
             [Placement { bar: 0, address: 0x1_0000_1000, size: 0x1000, io: false, wide: true, enabled: false }]
         );
+    }
+
+    #[test]
+    fn a_function_goes_and_another_one_takes_its_place() {
+        let mut bus = PciBus::new();
+        assert_eq!((bus.attach(plain()), bus.attach(plain())), (Ok(1), Ok(2)));
+        assert!(bus.detach(1).is_some() && bus.detach(1).is_none() && bus.detach(200).is_none());
+        let mut word = [0; 4];
+        bus.ecam_read(ecam(1, 0), &mut word);
+        assert_eq!(word, [0xff; 4]);
+        assert_eq!(bus.attach_at(2, plain()), Err(Error::Full));
+        assert_eq!((bus.attach_at(7, plain()), bus.attach_at(32, plain())), (Ok(()), Err(Error::Full)));
+        bus.ecam_read(ecam(7, 0), &mut word);
+        assert_eq!(u32::from_le_bytes(word), 0x5678_1234);
+        assert_eq!(bus.attach(plain()), Ok(1));
     }
 
     #[test]

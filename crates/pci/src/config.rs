@@ -16,7 +16,7 @@ pub const COMMAND_MEMORY: u16 = 1 << 1;
 /// Command bit: may make accesses itself, messages included.
 pub const COMMAND_MASTER: u16 = 1 << 2;
 /// Command bit: no legacy interrupt.
-const COMMAND_INTX_OFF: u16 = 1 << 10;
+pub const COMMAND_INTX_OFF: u16 = 1 << 10;
 
 const STATUS: usize = 0x06;
 const STATUS_CAPABILITIES: u8 = 1 << 4;
@@ -100,6 +100,11 @@ impl ConfigSpace {
         space.allow(CACHE_LINE, &[0xff]);
         space.allow(INTERRUPT_LINE, &[0xff]);
         space
+    }
+
+    /// Gives it an interrupt pin, 1 for INTA to 4 for INTD.
+    pub fn set_interrupt_pin(&mut self, pin: u8) {
+        self.set(INTERRUPT_LINE + 1, &[pin]);
     }
 
     /// Adds a BAR. A BAR that does not fit the rules of [`BarSpec`] or overlaps another is a bug of the caller.

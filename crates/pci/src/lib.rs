@@ -10,5 +10,7 @@ mod device;
 pub mod msix;
 
 pub use bus::{ECAM_BUS_SIZE, Error, HostBridge, PciBus, SLOTS, Shared};
-pub use config::{BarKind, BarSpec, COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY, ConfigSpace, Identity};
+pub use config::{
+    BarKind, BarSpec, COMMAND, COMMAND_INTX_OFF, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY, ConfigSpace, Identity,
+};
 pub use device::{Effect, PciDevice, Placement};

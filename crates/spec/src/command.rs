@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::PciAddress;
+
 /// Something to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
@@ -14,6 +16,40 @@ pub enum Command {
     ResizeDisk(ResizeDisk),
     /// Give the machine more or less memory.
     ResizeMemory(ResizeMemory),
+    /// Give the guest a device of the host.
+    AddDevice(AddDevice),
+    /// Take one back.
+    RemoveDevice(RemoveDevice),
+}
+
+/// A device of the host for the guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AddDevice {
+    /// Where it is on the host.
+    pub host: PciAddress,
+}
+
+/// A device of the host that is to be the host's again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemoveDevice {
+    /// Where it is on the host.
+    pub host: PciAddress,
+    /// Seconds that the guest has to let go of it.
+    #[serde(default = "RemoveDevice::patience")]
+    pub timeout: u8,
+    /// Take it away then, if it did not.
+    #[serde(default)]
+    pub force: bool,
+}
+
+impl RemoveDevice {
+    /// Seconds that a guest has where nobody says.
+    #[must_use]
+    pub const fn patience() -> u8 {
+        10
+    }
 }
 
 /// A machine's new size.
@@ -62,6 +98,8 @@ pub struct Info {
     pub memory_most: u64,
     /// Its disks, in the order the guest sees them.
     pub disks: Vec<DiskInfo>,
+    /// The devices of the host that it has now, by where they are there.
+    pub vfio: Vec<PciAddress>,
 }
 
 /// A disk of a machine that runs.

@@ -26,7 +26,7 @@ pub use check::{
     MAX_QUEUES, MAX_SERIAL, MIN_BPS,
 };
 pub use coalesce::Coalesce;
-pub use command::{Command, DiskInfo, Info, Reply, ResizeDisk, ResizeMemory};
+pub use command::{AddDevice, Command, DiskInfo, Info, RemoveDevice, Reply, ResizeDisk, ResizeMemory};
 pub use cpu_features::{CpuidBits, CpuidRegister, cpu_features, cpuid_bits};
 pub use cpu_model::CpuModel;
 pub use cpus::{Cpus, Topology};

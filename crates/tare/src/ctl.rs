@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 use lexopt::{Arg, Parser};
-use spec::{Command, Reply, ResizeDisk, ResizeMemory, parse_size};
+use spec::{AddDevice, Command, PciAddress, RemoveDevice, Reply, ResizeDisk, ResizeMemory, parse_size};
 
 use crate::exit::{Exit, Failure};
 use crate::flags::{Asked, lexed, once, text_of};
@@ -20,6 +20,10 @@ commands:
   resize-disk --disk ID --size SIZE   makes a disk larger, with K, M, G or T; ID is as in info
   resize-memory --size SIZE           tells the guest to have so much memory in all; it needs
                                       --memory SIZE,hotplug=SIZE; info says what it has
+  add-device --vfio ADDRESS           gives the guest a device of the host, bound to vfio-pci
+  remove-device --vfio ADDRESS [--timeout SECONDS] [--force]
+                                      asks the guest to let go of it (10 s, at most 100); with
+                                      --force takes it away then, whatever its driver does
 
 exit codes:
   0  it is done
@@ -34,38 +38,80 @@ pub struct Ctl {
     command: Command,
 }
 
+/// What was typed beside the socket.
+#[derive(Default)]
+struct Typed {
+    name: Option<String>,
+    disk: Option<String>,
+    size: Option<u64>,
+    vfio: Option<PciAddress>,
+    timeout: Option<u8>,
+    force: bool,
+}
+
 /// Reads its flags and its command, in any order.
 ///
 /// # Errors
 /// [`Failure`] with exit code 2.
 pub fn parse(args: &mut Parser) -> Result<Asked<Ctl>, Failure> {
-    let (mut socket, mut disk, mut size, mut name) = (None, None, None, None);
+    let (mut socket, mut typed) = (None, Typed::default());
     while let Some(arg) = args.next().map_err(lexed)? {
         match arg {
             Arg::Long("help") | Arg::Short('h') => return Ok(Asked::Help),
             Arg::Long("api") => once(&mut socket, "--api", PathBuf::from(args.value().map_err(lexed)?))?,
-            Arg::Long("disk") => once(&mut disk, "--disk", text_of("--disk", "name", args)?)?,
-            Arg::Long("size") => once(&mut size, "--size", parse_size("--size", &text_of("--size", "name", args)?)?)?,
-            Arg::Value(value) => once(&mut name, "a command", value.to_string_lossy().into_owned())?,
+            Arg::Long("disk") => once(&mut typed.disk, "--disk", text_of("--disk", "name", args)?)?,
+            Arg::Long("size") => {
+                once(&mut typed.size, "--size", parse_size("--size", &text_of("--size", "name", args)?)?)?;
+            }
+            Arg::Long("vfio") => once(&mut typed.vfio, "--vfio", text_of("--vfio", "address", args)?.parse()?)?,
+            Arg::Long("timeout") => {
+                let text = text_of("--timeout", "number", args)?;
+                let seconds = text.parse().ok().filter(|seconds| (1..=100).contains(seconds));
+                let bad = || Failure::usage(format!("`{text}` is no number of seconds: --timeout; give 1 to 100"));
+                once(&mut typed.timeout, "--timeout", seconds.ok_or_else(bad)?)?;
+            }
+            Arg::Long("force") => typed.force = true,
+            Arg::Value(value) => once(&mut typed.name, "a command", value.to_string_lossy().into_owned())?,
             other => {
                 let what = other.unexpected();
                 return Err(Failure::usage(format!("{what}: command line; see `tare ctl --help`")));
             }
         }
     }
-    let missing = |what: &str| Failure::usage(format!("{what}: command line; see `tare ctl --help`"));
-    let command = match (name.as_deref(), disk, size) {
-        (Some("info"), None, None) => Command::Info,
-        (Some("resize-disk"), Some(id), Some(desired_size)) => Command::ResizeDisk(ResizeDisk { id, desired_size }),
-        (Some("resize-memory"), None, Some(desired_size)) => Command::ResizeMemory(ResizeMemory { desired_size }),
+    let command = command(typed)?;
+    let socket = socket.ok_or_else(|| missing("no --api SOCKET"))?;
+    Ok(Asked::Do(Ctl { socket, command }))
+}
+
+fn missing(what: &str) -> Failure {
+    Failure::usage(format!("{what}: command line; see `tare ctl --help`"))
+}
+
+/// The command that was typed, with what it takes and nothing else.
+fn command(typed: Typed) -> Result<Command, Failure> {
+    let Typed { name, disk, size, vfio, timeout, force } = typed;
+    let patience = timeout.unwrap_or(RemoveDevice::patience());
+    let plain = timeout.is_none() && !force;
+    Ok(match (name.as_deref(), disk, size, vfio) {
+        (Some("info"), None, None, None) if plain => Command::Info,
+        (Some("resize-disk"), Some(id), Some(desired_size), None) if plain => {
+            Command::ResizeDisk(ResizeDisk { id, desired_size })
+        }
+        (Some("resize-memory"), None, Some(desired_size), None) if plain => {
+            Command::ResizeMemory(ResizeMemory { desired_size })
+        }
+        (Some("add-device"), None, None, Some(host)) if plain => Command::AddDevice(AddDevice { host }),
+        (Some("remove-device"), None, None, Some(host)) => {
+            Command::RemoveDevice(RemoveDevice { host, timeout: patience, force })
+        }
         (Some("resize-memory"), ..) => return Err(missing("resize-memory needs --size SIZE and no --disk")),
         (Some("info"), ..) => return Err(missing("info takes no --disk and no --size")),
         (Some("resize-disk"), ..) => return Err(missing("resize-disk needs --disk ID and --size SIZE")),
+        (Some("add-device"), ..) => return Err(missing("add-device needs --vfio ADDRESS and nothing else")),
+        (Some("remove-device"), ..) => return Err(missing("remove-device needs --vfio ADDRESS")),
         (Some(other), ..) => return Err(missing(&format!("unknown command `{other}`"))),
         (None, ..) => return Err(missing("no command")),
-    };
-    let socket = socket.ok_or_else(|| missing("no --api SOCKET"))?;
-    Ok(Asked::Do(Ctl { socket, command }))
+    })
 }
 
 /// Asks, and prints what comes back.
@@ -110,6 +156,15 @@ mod tests {
             asked(&["resize-memory", "--size=3G", "--api", "s"]),
             Ok(Asked::Do(Ctl { socket: "s".into(), command: memory }))
         );
+        let host = "0000:01:00.0".parse().unwrap();
+        let does = |args: &[&str]| match asked(args) {
+            Ok(Asked::Do(ctl)) => ctl.command,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(does(&["add-device", "--vfio", "01:00.0", "--api=s"]), Command::AddDevice(AddDevice { host }));
+        let remove = |timeout, force| Command::RemoveDevice(RemoveDevice { host, timeout, force });
+        assert_eq!(does(&["--api=s", "remove-device", "--vfio", "01:00.0"]), remove(10, false));
+        assert_eq!(does(&["--api=s", "remove-device", "--force", "--timeout=3", "--vfio=01:00.0"]), remove(3, true));
         assert_eq!(asked(&["info", "--api=s"]), Ok(Asked::Do(Ctl { socket: "s".into(), command: Command::Info })));
         assert_eq!(asked(&["-h"]), Ok(Asked::Help));
     }
@@ -123,6 +178,11 @@ mod tests {
         assert!(says(&["--api", "s", "resize-disk", "--size", "1G"]).starts_with("resize-disk needs --disk ID"));
         assert!(says(&["--api", "s", "resize-memory"]).starts_with("resize-memory needs --size"));
         assert!(says(&["--api", "s", "info", "--size", "1G"]).starts_with("info takes no --disk"));
+        assert!(says(&["--api", "s", "add-device"]).starts_with("add-device needs --vfio ADDRESS"));
+        assert!(says(&["add-device", "--vfio", "1:0.0", "--force"]).starts_with("add-device needs --vfio ADDRESS"));
+        assert!(says(&["remove-device", "--force"]).starts_with("remove-device needs --vfio ADDRESS"));
+        assert_eq!(says(&["--timeout", "0"]), "`0` is no number of seconds: --timeout; give 1 to 100");
+        assert!(says(&["add-device", "--vfio", "nvme0"]).starts_with("`nvme0` is not a PCI address: vfio; "));
         assert!(
             says(&["--api", "s", "resize-disk", "--disk", "d", "--size", "big"])
                 .contains("`big` is not a size: --size")

@@ -118,13 +118,14 @@ fn start_until_over(
     mut now: impl FnMut() -> Instant,
 ) -> Result<(Exit, Option<String>, Weight), Failure> {
     let mut limiter = ResetLimiter::default();
+    let mut vm = meant.vm.clone();
     loop {
         let started = now();
-        let (end, weight) = start(&meant.vm)?;
+        let (end, weight) = start(&vm)?;
         match end {
             End::Over(exit, said) => return Ok((exit, said, weight)),
-            End::Reset if meant.on_reset == OnReset::Exit => return Ok((Exit::Clean, None, weight)),
-            End::Reset if limiter.is_loop(now().duration_since(started)) => {
+            End::Reset(_) if meant.on_reset == OnReset::Exit => return Ok((Exit::Clean, None, weight)),
+            End::Reset(_) if limiter.is_loop(now().duration_since(started)) => {
                 let said = format!(
                     "the guest reset itself {LOOP} times, each within {} s of its start: reset loop; look at its last \
                      lines, or give --on-reset exit to stop at the first",
@@ -132,7 +133,8 @@ fn start_until_over(
                 );
                 return Ok((Exit::ResetLoop, Some(said), weight));
             }
-            End::Reset => {}
+            // What was added or removed while it ran stays so.
+            End::Reset(vfio) => vm.vfio = vfio,
         }
     }
 }
@@ -167,22 +169,43 @@ mod tests {
 
     #[test]
     fn a_reboot_starts_the_machine_again() {
-        let script = [(60, End::Reset), (1, End::Reset), (1, End::Over(Exit::Clean, None))];
+        let script = [(60, End::Reset(Vec::new())), (1, End::Reset(Vec::new())), (1, End::Over(Exit::Clean, None))];
         assert_eq!(play(OnReset::Restart, &script), (Exit::Clean, 3));
     }
 
     #[test]
+    fn devices_that_came_and_went_are_so_after_a_reboot() {
+        let typed = Typed { kernel: Some("k".into()), ..Typed::default() };
+        let meant = Meant::new(typed).unwrap();
+        let one = spec::Vfio { host: "01:00.0".parse().unwrap() };
+        let mut seen = Vec::new();
+        let start = |vm: &spec::Vm| {
+            seen.push(vm.vfio.clone());
+            let end = if seen.len() == 1 { End::Reset(vec![one.clone()]) } else { End::Over(Exit::Clean, None) };
+            let course = vmm::Course {
+                begun: Instant::now(),
+                moments: Vec::new(),
+                startup: machine::StartUp::default(),
+                wall: Duration::ZERO,
+            };
+            Ok((end, Weight { table: String::new(), json: Vec::new(), explained: None, course }))
+        };
+        start_until_over(&meant, start, Instant::now).unwrap();
+        assert_eq!(seen, [vec![], vec![one]]);
+    }
+
+    #[test]
     fn three_quick_resets_are_a_loop() {
-        let quick = (29, End::Reset);
+        let quick = (29, End::Reset(Vec::new()));
         assert_eq!(play(OnReset::Restart, &[quick.clone(), quick.clone(), quick.clone()]), (Exit::ResetLoop, 3));
-        let slow = (30, End::Reset);
+        let slow = (30, End::Reset(Vec::new()));
         let script = [quick.clone(), quick.clone(), slow, quick.clone(), quick.clone(), quick];
         assert_eq!(play(OnReset::Restart, &script), (Exit::ResetLoop, 6), "a start that lived begins the count anew");
     }
 
     #[test]
     fn exit_on_reset_is_clean() {
-        assert_eq!(play(OnReset::Exit, &[(0, End::Reset)]), (Exit::Clean, 1));
+        assert_eq!(play(OnReset::Exit, &[(0, End::Reset(Vec::new()))]), (Exit::Clean, 1));
     }
 
     #[test]

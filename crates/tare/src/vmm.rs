@@ -16,8 +16,8 @@ use crate::exit::{Exit, Failure, reason};
 /// How one start of the machine ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
-    /// The guest reset itself.
-    Reset,
+    /// The guest reset itself, when the machine had these devices of the host.
+    Reset(Vec<spec::Vfio>),
     /// It is over: with this code, and this line if there is something to say.
     Over(Exit, Option<String>),
 }
@@ -118,14 +118,14 @@ pub fn start(vm: &Vm, io: &ConsoleIo, with: &With<'_>) -> Result<(End, Weight), 
         startup: report.ledger.startup,
         wall: Duration::from_nanos(report.ledger.wall_ns),
     };
-    Ok((end(report.outcome), Weight { table, json, explained, course }))
+    Ok((end(report.outcome, report.vfio), Weight { table, json, explained, course }))
 }
 
-fn end(outcome: Outcome) -> End {
+fn end(outcome: Outcome, vfio: Vec<spec::Vfio>) -> End {
     let over = |exit, line: &str| End::Over(exit, Some(line.to_owned()));
     match outcome {
         Outcome::PowerOff => End::Over(Exit::Clean, None),
-        Outcome::Reset => End::Reset,
+        Outcome::Reset => End::Reset(vfio),
         Outcome::Panic => {
             over(Exit::Panic, "the guest's kernel panicked: guest; its last lines on the console say why")
         }
@@ -155,8 +155,8 @@ mod tests {
 
     #[test]
     fn each_outcome_has_its_code() {
-        let code = |outcome| match end(outcome) {
-            End::Reset => None,
+        let code = |outcome| match end(outcome, Vec::new()) {
+            End::Reset(_) => None,
             End::Over(exit, _) => Some(exit),
         };
         assert_eq!(code(Outcome::PowerOff), Some(Exit::Clean));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The container: which groups of devices a machine has, and the one address space that they all do DMA in.
 //!
-//! `machine` owns one if any device is passed through, makes it on the main thread and keeps it for as long as a vCPU may
-//! run. Everything that it opened is closed with it, on each way out: nothing stays half bound.
+//! `machine` owns one while any device is passed through, under a lock of its own. Everything that it opened is closed with
+//! it, on each way out: nothing stays half bound.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
@@ -19,6 +19,8 @@ use crate::sysfs::{Sysfs, VFIO_DRIVER};
 pub struct Container {
     fd: ContainerFd,
     groups: Vec<(u32, GroupFd)>,
+    /// Its devices and their groups.
+    devices: Vec<(PciAddress, u32)>,
     sysfs: Sysfs,
     dev: PathBuf,
 }
@@ -44,7 +46,7 @@ impl Container {
     pub fn open() -> Result<Self, VfioError> {
         let dev = Path::new("/dev/vfio").to_owned();
         let fd = ContainerFd::open(&dev).map_err(VfioError::host("open /dev/vfio/vfio", LOAD))?;
-        Ok(Self { fd, groups: Vec::new(), sysfs: Sysfs::host(), dev })
+        Ok(Self { fd, groups: Vec::new(), devices: Vec::new(), sysfs: Sysfs::host(), dev })
     }
 
     /// Opens the device at `address`, and takes its group if it has none of it yet. The device is as after power-on then.
@@ -63,11 +65,42 @@ impl Container {
         }
         let group = self.groups.iter().find(|(n, _)| *n == number);
         let group = group.map(|(_, group)| group).ok_or(VfioError::NoIommu(address))?;
-        let hardware =
-            group.device(address).map_err(VfioError::host(format!("open {address} through VFIO"), KERNEL_LOG))?;
+        let opened = group.device(address).map_err(VfioError::host(format!("open {address} through VFIO"), KERNEL_LOG));
+        self.devices.push((address, number));
+        let hardware = opened.inspect_err(|_| self.release(address))?;
         // Opening it has reset it already, where the kernel could: this is for devices that need more.
         let _ = hardware.reset();
         Ok(Opened { address, hardware: Box::new(hardware) })
+    }
+
+    /// The descriptor of the group that [`Container::release`] of `address` closes: that of its last device.
+    #[must_use]
+    pub fn last_of_group(&self, address: PciAddress) -> Option<RawFd> {
+        let (_, number) = self.devices.iter().find(|(other, _)| *other == address)?;
+        if self.devices.iter().any(|(other, group)| group == number && *other != address) {
+            return None;
+        }
+        self.groups.iter().find(|(n, _)| n == number).map(|(_, group)| group.as_raw_fd())
+    }
+
+    /// The device at `address`, which is closed, goes; its group is closed with its last device. KVM and maps have to have let
+    /// go of the group by then.
+    pub fn release(&mut self, address: PciAddress) {
+        self.devices.retain(|(other, _)| *other != address);
+        let devices = &self.devices;
+        self.groups.retain(|(number, _)| devices.iter().any(|(_, group)| group == number));
+    }
+
+    /// Whether the device at `address` is the only one.
+    #[must_use]
+    pub fn is_last(&self, address: PciAddress) -> bool {
+        self.devices.iter().all(|(other, _)| *other == address)
+    }
+
+    /// Whether it has no devices.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.devices.is_empty()
     }
 
     /// Takes group `number` for the device at `address`.

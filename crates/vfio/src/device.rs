@@ -13,16 +13,17 @@ use std::sync::Arc;
 
 use base::mmap::Mmap;
 use base::news::News;
-use irq::MsiSink;
+use irq::{LevelPin, MsiSink};
 use pci::msix::{self, Msix};
 use pci::{
-    BarKind, BarSpec, COMMAND, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY, ConfigSpace, Effect, Identity, PciDevice,
-    Placement,
+    BarKind, BarSpec, COMMAND, COMMAND_INTX_OFF, COMMAND_IO, COMMAND_MASTER, COMMAND_MEMORY, ConfigSpace, Effect,
+    Identity, PciDevice, Placement,
 };
 use spec::PciAddress;
 
 use crate::container::Opened;
 use crate::error::VfioError;
+use crate::intx::Intx;
 use crate::layout::{CONFIG, Hardware, Interrupts, Region, direct_parts};
 use crate::msi::{self, Msi};
 use crate::msix::{Places, Table};
@@ -37,8 +38,12 @@ mod id {
     pub const SATA: u8 = 0x12;
 }
 
-/// Command register: no interrupt by pin.
-const INTX_OFF: u16 = 1 << 10;
+/// Message control of MSI: on.
+const MSI_ON: u32 = 1;
+/// Message control of MSI-X: on.
+const MSIX_ON: u32 = 1 << 15;
+/// Where the interrupt pin is said.
+const PIN: usize = 0x3d;
 /// From here on pages may be large.
 const LARGE: u64 = 2 << 20;
 
@@ -78,16 +83,19 @@ pub struct VfioPci {
     hidden: Option<Places>,
     table: Option<Table>,
     msi: Option<Msi>,
-    mastering: bool,
+    intx: Option<Intx>,
+    /// Command register of the device, as it was written last.
+    command: u16,
     news: Option<Arc<News>>,
 }
 
 impl VfioPci {
-    /// A function for an opened device, its interrupts from `sink`. The device does nothing by itself yet.
+    /// A function for an opened device, its messages from `sink` and its interrupt pin at `pin`. The device does nothing by
+    /// itself yet.
     ///
     /// # Errors
     /// [`VfioError::Unfit`] for what can't be passed on, [`VfioError::Host`] when the host fails.
-    pub fn new(opened: Opened, sink: &dyn MsiSink) -> Result<Self, VfioError> {
+    pub fn new(opened: Opened, sink: &dyn MsiSink, pin: Arc<dyn LevelPin>) -> Result<Self, VfioError> {
         let Opened { address, hardware } = opened;
         let failed = |what: &str| VfioError::host(format!("{what} of {address}"), "the host's kernel log says more");
         let mut raw = [0u8; 256];
@@ -109,16 +117,22 @@ impl VfioPci {
             hidden: None,
             table: None,
             msi: None,
-            mastering: false,
+            intx: None,
+            command: 0,
             news: None,
         };
         for found in capabilities(&raw) {
             out.add_capability(&raw, found, sink).map_err(failed("make interrupts"))?;
         }
-        if out.table.is_none() && out.msi.is_none() {
-            return Err(unfit("has neither MSI nor MSI-X", "tare passes no interrupt pins on: name another device"));
+        if (1..=4).contains(&raw[PIN]) && out.hardware.interrupts(Interrupts::Pin).is_ok_and(|count| count > 0) {
+            // Whichever it has on the host: a single function of the guest's bus has the first.
+            out.config.set_interrupt_pin(1);
+            out.intx = Some(Intx::new(pin));
         }
-        out.command(false).map_err(failed("switch on the BARs"))?;
+        if out.table.is_none() && out.msi.is_none() && out.intx.is_none() {
+            return Err(unfit("has neither MSI, MSI-X nor an interrupt pin", "name another device"));
+        }
+        out.follow_command().map_err(failed("switch on the BARs"))?;
         Ok(out)
     }
 
@@ -208,14 +222,35 @@ impl VfioPci {
 
     /// Sets the device's own command register. Its BARs always answer: the guest's are where the address space has them, and
     /// a BAR that is switched off under a guest's access ends the machine.
-    fn command(&mut self, mastering: bool) -> io::Result<()> {
+    fn follow_command(&mut self) -> io::Result<()> {
+        let guest = self.config.get(COMMAND, 2) as u16;
+        let pin = self.intx.as_ref().is_some_and(Intx::is_on);
+        let mut wanted = COMMAND_MEMORY | guest & (COMMAND_MASTER | COMMAND_INTX_OFF);
+        if self.bars.iter().any(|bar| bar.io) {
+            wanted |= COMMAND_IO;
+        }
+        if !pin {
+            wanted |= COMMAND_INTX_OFF;
+        }
+        if wanted == self.command {
+            return Ok(());
+        }
+        self.command = wanted;
         let mut word = [0; 2];
         self.hardware.read(CONFIG, COMMAND.into(), &mut word)?;
-        let ports = self.bars.iter().any(|bar| bar.io);
-        let mut command = u16::from_le_bytes(word) | COMMAND_MEMORY | INTX_OFF | if ports { COMMAND_IO } else { 0 };
-        command = if mastering { command | COMMAND_MASTER } else { command & !COMMAND_MASTER };
-        self.mastering = mastering;
+        let ours = COMMAND_MEMORY | COMMAND_MASTER | COMMAND_INTX_OFF | COMMAND_IO;
+        let command = u16::from_le_bytes(word) & !ours | wanted;
         self.hardware.write(CONFIG, COMMAND.into(), &command.to_le_bytes())
+    }
+
+    /// Whether the guest's driver uses the interrupt pin: it has switched the function on, and no messages. Whether the pin is
+    /// masked is the command register's to say.
+    fn wants_pin(&self) -> bool {
+        let on = |at: u16, bit: u32| self.config.get(at, 2) & bit != 0;
+        let msi = self.msi.as_ref().is_some_and(|msi| on(msi.control_at(), MSI_ON));
+        let table = self.table.as_ref().is_some_and(|table| on(table.control_at(), MSIX_ON));
+        let decodes = on(COMMAND, (COMMAND_MEMORY | COMMAND_IO | COMMAND_MASTER).into());
+        decodes && !msi && !table
     }
 
     /// The bytes of an access at `offset` that the device answers itself.
@@ -261,10 +296,11 @@ impl PciDevice for VfioPci {
             let _ = self.hardware.write(CONFIG, at, data.get(part).unwrap_or_default());
         }
         let effect = self.config.write(offset, data);
-        let mastering = self.config.get(COMMAND, 2) as u16 & COMMAND_MASTER != 0;
-        if mastering != self.mastering {
-            let done = self.command(mastering);
-            self.check("switch bus mastering", done);
+        // The pin goes before messages come, and comes when they are gone: the host has one kind at a time.
+        let pin = self.wants_pin();
+        if let Some(intx) = self.intx.as_mut().filter(|intx| intx.is_on() && !pin) {
+            let done = intx.switch_off(self.hardware.as_ref());
+            self.check("switch its interrupts (pin)", done);
         }
         // MSI goes before MSI-X: a driver that changes over switches one off first.
         let msi_off = self.msi.as_mut().map(|msi| msi.follow(self.hardware.as_ref(), &self.config));
@@ -274,6 +310,12 @@ impl PciDevice for VfioPci {
             table.set_control(self.hardware.as_ref(), control)
         });
         self.check("switch its interrupts (MSI-X)", done.unwrap_or(Ok(())));
+        if let Some(intx) = self.intx.as_mut().filter(|intx| intx.is_off() && pin) {
+            let done = intx.switch_on(self.hardware.as_ref());
+            self.check("switch its interrupts (pin)", done);
+        }
+        let done = self.follow_command();
+        self.check("switch bus mastering", done);
         effect
     }
 
@@ -309,7 +351,12 @@ impl PciDevice for VfioPci {
 
     /// The device stops doing DMA and interrupting, and is as after power-on, as far as it can be.
     fn reset(&mut self) {
-        let _ = self.command(false);
+        self.config.reset();
+        // It stops doing DMA first.
+        let _ = self.follow_command();
+        if let Some(intx) = &mut self.intx {
+            let _ = intx.switch_off(self.hardware.as_ref());
+        }
         if let Some(table) = &mut self.table {
             table.reset(self.hardware.as_ref());
         }
@@ -317,7 +364,9 @@ impl PciDevice for VfioPci {
             msi.reset(self.hardware.as_ref());
         }
         let _ = self.hardware.reset();
-        self.config.reset();
+        // A reset may have taken what was written.
+        self.command = 0;
+        let _ = self.follow_command();
     }
 }
 

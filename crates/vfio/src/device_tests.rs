@@ -5,7 +5,7 @@
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::Mutex;
 
-use irq::{MsiMessage, MsiVector};
+use irq::{LevelPin, MsiMessage, MsiVector, Resampled};
 
 use super::*;
 
@@ -19,6 +19,10 @@ struct Seen {
     resets: usize,
     /// Vectors that the host has left.
     vectors_left: usize,
+    /// Interrupt pins that the host says it has.
+    pins: u32,
+    /// What unmasks the pin.
+    unmasked_by: Vec<RawFd>,
 }
 
 #[derive(Clone, Default)]
@@ -48,8 +52,12 @@ impl Hardware for Fake {
         part.ok_or(io::ErrorKind::InvalidInput)?.copy_from_slice(data);
         Ok(())
     }
-    fn interrupts(&self, _kind: Interrupts) -> io::Result<u32> {
-        Ok(1)
+    fn interrupts(&self, kind: Interrupts) -> io::Result<u32> {
+        Ok(if kind == Interrupts::Pin { self.0.lock().unwrap().pins } else { 1 })
+    }
+    fn unmask_on(&self, fd: RawFd) -> io::Result<()> {
+        self.0.lock().unwrap().unmasked_by.push(fd);
+        Ok(())
     }
     fn signal(&self, kind: Interrupts, fds: &[RawFd]) -> io::Result<()> {
         let mut seen = self.0.lock().unwrap();
@@ -100,6 +108,35 @@ impl MsiVector for Vector {
     }
 }
 
+/// An input of an interrupt controller: how many are connected now, and how many ever were.
+#[derive(Clone, Default)]
+struct Input(Arc<Mutex<(usize, usize)>>);
+
+impl LevelPin for Input {
+    fn connect(&self) -> io::Result<Box<dyn Resampled>> {
+        let mut now = self.0.lock().unwrap();
+        *now = (now.0 + 1, now.1 + 1);
+        Ok(Box::new(self.clone()))
+    }
+}
+
+impl Resampled for Input {
+    fn trigger(&self) -> RawFd {
+        200
+    }
+    fn ended(&self) -> RawFd {
+        201
+    }
+}
+
+/// The one that is connected lets go; the one that connects is never dropped before it.
+impl Drop for Input {
+    fn drop(&mut self) {
+        let mut now = self.0.lock().unwrap();
+        now.0 = now.0.saturating_sub(1);
+    }
+}
+
 #[derive(Default)]
 struct Sink(Mutex<Vec<Arc<Vector>>>);
 
@@ -144,7 +181,69 @@ fn function_of(config: Vec<u8>) -> (Result<VfioPci, VfioError>, Fake, Sink) {
     *fake.0.lock().unwrap() = Seen { config, bar: vec![0xee; 0x4000], vectors_left: 64, ..Seen::default() };
     let sink = Sink::default();
     let opened = Opened { address: PciAddress::default(), hardware: Box::new(fake.clone()) };
-    (VfioPci::new(opened, &sink), fake, sink)
+    (VfioPci::new(opened, &sink, Arc::new(Input::default())), fake, sink)
+}
+
+/// One with an interrupt pin, at `input`.
+fn pinned(input: &Input, config: Vec<u8>) -> (VfioPci, Fake) {
+    let fake = Fake::default();
+    *fake.0.lock().unwrap() = Seen { config, bar: vec![0; 0x4000], vectors_left: 64, pins: 1, ..Seen::default() };
+    let opened = Opened { address: PciAddress::default(), hardware: Box::new(fake.clone()) };
+    (VfioPci::new(opened, &Sink::default(), Arc::new(Input(input.0.clone()))).unwrap(), fake)
+}
+
+#[test]
+fn the_pin_is_there_while_the_function_is_on_and_sends_no_messages() {
+    let input = Input::default();
+    let (mut function, fake) = pinned(&input, config());
+    assert_eq!(read(&mut function, 0x3d, 1), 1);
+    let connected = || input.0.lock().unwrap().0;
+    let signals = |fake: &Fake| std::mem::take(&mut fake.0.lock().unwrap().signals);
+    let command = |fake: &Fake| fake.0.lock().unwrap().config[4..6].to_vec();
+    assert_eq!((connected(), command(&fake)), (0, vec![0x03, 0x04]), "not before there is a driver");
+    write(&mut function, 4, 0x0006, 2);
+    assert_eq!((connected(), signals(&fake)), (1, vec![(Interrupts::Pin, 1)]));
+    assert_eq!((command(&fake), fake.0.lock().unwrap().unmasked_by.clone()), (vec![0x07, 0x00], vec![201]));
+    // A mask is passed on, and no more than that.
+    write(&mut function, 4, 0x0406, 2);
+    assert_eq!((command(&fake), connected(), signals(&fake)), (vec![0x07, 0x04], 1, vec![]));
+    write(&mut function, 4, 0x0006, 2);
+    // The host has one kind at a time: the pin goes first, and comes back last.
+    write(&mut function, MSIX + 2, 0x8000, 2);
+    assert_eq!(signals(&fake), [(Interrupts::Pin, 0), (Interrupts::MsiX, 1)]);
+    assert_eq!((command(&fake), connected()), (vec![0x07, 0x04], 0));
+    write(&mut function, MSIX + 2, 0, 2);
+    assert_eq!(signals(&fake), [(Interrupts::MsiX, 0), (Interrupts::Pin, 1)]);
+    write(&mut function, MSI + 2, 0x0001, 2);
+    assert_eq!(signals(&fake), [(Interrupts::Pin, 0), (Interrupts::Msi, 1)]);
+    write(&mut function, MSI + 2, 0, 2);
+    assert_eq!((signals(&fake), connected()), (vec![(Interrupts::Msi, 0), (Interrupts::Pin, 1)], 1));
+    function.reset();
+    assert_eq!((signals(&fake), connected(), command(&fake)), (vec![(Interrupts::Pin, 0)], 0, vec![0x03, 0x04]));
+}
+
+#[test]
+fn a_pin_that_the_host_can_not_have_is_said_once() {
+    let input = Input::default();
+    let (mut function, fake) = pinned(&input, config());
+    let news = Arc::new(News::new().unwrap());
+    function.report_to(&news);
+    fake.0.lock().unwrap().vectors_left = 0;
+    for command in [0x0002, 0x0006, 0x0002] {
+        write(&mut function, 4, command, 2);
+    }
+    let said = news.take();
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert!(said[0].starts_with("device 0000:00:00.0: cannot switch its interrupts (pin), "), "{said:?}");
+    assert_eq!(input.0.lock().unwrap().0, 0);
+}
+
+#[test]
+fn a_device_with_nothing_but_a_pin_will_do() {
+    let mut raw = config();
+    raw[0x34] = 0xf0;
+    let (mut function, _) = pinned(&Input::default(), raw);
+    assert_eq!((read(&mut function, 0x34, 1), read(&mut function, 0x3d, 1)), (0, 1));
 }
 
 fn function() -> (VfioPci, Fake, Sink) {
@@ -329,7 +428,7 @@ fn what_can_not_be_passed_on_is_said() {
         function_of(raw).0.err().map(|error| error.to_string()).unwrap_or_default()
     };
     assert!(said(&|raw| raw[0x0e] = 1).contains("is a bridge"));
-    assert!(said(&|raw| raw[0x34] = 0xf0).contains("neither MSI nor MSI-X"));
+    assert!(said(&|raw| raw[0x34] = 0xf0).contains("neither MSI, MSI-X nor an interrupt pin"));
     assert_eq!(said(&|raw| raw[VENDOR + 1] = PM as u8), "", "a list that runs in circles ends");
     assert_eq!(said(&|raw| raw[VENDOR + 2] = 0xff), "", "a length past its room is cut");
 }

@@ -13,6 +13,8 @@ const PAGE: u64 = 4096;
 /// Kinds of interrupt, by their index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Interrupts {
+    /// The interrupt pin. The host masks it with each interrupt.
+    Pin = 0,
     /// A message, or 2, 4, ... 32 of them.
     Msi = 1,
     /// A table of messages.
@@ -64,6 +66,12 @@ pub trait Hardware: Send {
     /// # Errors
     /// The host's, such as when it is out of interrupt vectors; they are off then.
     fn signal(&self, kind: Interrupts, fds: &[RawFd]) -> io::Result<()>;
+
+    /// Unmasks the interrupt pin, which is switched on, whenever `fd` is written.
+    ///
+    /// # Errors
+    /// The host's.
+    fn unmask_on(&self, fd: RawFd) -> io::Result<()>;
 
     /// Brings the device back to what it was after power-on, where it can do that.
     ///

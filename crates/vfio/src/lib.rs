@@ -9,6 +9,7 @@ mod container;
 mod device;
 mod dma;
 mod error;
+mod intx;
 mod layout;
 mod msi;
 mod msix;

@@ -78,6 +78,12 @@ impl Msi {
         4 + address + if self.can & MASKS != 0 { 12 } else { 2 }
     }
 
+    /// Where the message control word is.
+    #[must_use]
+    pub const fn control_at(&self) -> u16 {
+        self.at + 2
+    }
+
     const fn data_at(&self) -> u16 {
         self.at + if self.can & WIDE != 0 { 12 } else { 8 }
     }

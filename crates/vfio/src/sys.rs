@@ -17,8 +17,8 @@ use base::Hva;
 use spec::PciAddress;
 use vfio_bindings::bindings::vfio::{
     VFIO_BASE, VFIO_DEVICE_FLAGS_PCI, VFIO_DEVICE_FLAGS_RESET, VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE,
-    VFIO_GROUP_FLAGS_VIABLE, VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_DATA_EVENTFD, VFIO_IRQ_SET_DATA_NONE,
-    VFIO_REGION_INFO_CAP_SPARSE_MMAP, VFIO_REGION_INFO_FLAG_CAPS, VFIO_REGION_INFO_FLAG_MMAP,
+    VFIO_GROUP_FLAGS_VIABLE, VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_ACTION_UNMASK, VFIO_IRQ_SET_DATA_EVENTFD,
+    VFIO_IRQ_SET_DATA_NONE, VFIO_REGION_INFO_CAP_SPARSE_MMAP, VFIO_REGION_INFO_FLAG_CAPS, VFIO_REGION_INFO_FLAG_MMAP,
     VFIO_REGION_INFO_FLAG_READ, VFIO_REGION_INFO_FLAG_WRITE, VFIO_TYPE, VFIO_TYPE1v2_IOMMU, vfio_device_info,
     vfio_group_status, vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap, vfio_irq_info, vfio_region_info,
 };
@@ -289,6 +289,14 @@ impl Hardware for DeviceFd {
         let rc = unsafe { structure(&self.file, DEVICE_SET_IRQS, words.as_mut_ptr()) }?;
         // A positive answer is how many there would be.
         if rc == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOSPC)) }
+    }
+
+    fn unmask_on(&self, fd: RawFd) -> io::Result<()> {
+        let flags = VFIO_IRQ_SET_ACTION_UNMASK | VFIO_IRQ_SET_DATA_EVENTFD;
+        let mut words = [24, flags, Interrupts::Pin as u32, 0, 1, fd as u32];
+        // SAFETY: the kernel reads `argsz` bytes, which is how long this is; the descriptor is open, and it takes a reference
+        // of its own.
+        unsafe { structure(&self.file, DEVICE_SET_IRQS, words.as_mut_ptr()) }.map(drop)
     }
 
     fn reset(&self) -> io::Result<()> {

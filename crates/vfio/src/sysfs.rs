@@ -16,7 +16,7 @@ use crate::error::VfioError;
 pub const VFIO_DRIVER: &str = "vfio-pci";
 
 /// What sysfs does when something is written to it.
-pub trait Kernel {
+pub trait Kernel: Send {
     /// Writes `text` to the attribute at `path`.
     ///
     /// # Errors

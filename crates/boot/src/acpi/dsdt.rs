@@ -7,7 +7,9 @@ use acpi_tables::aml::{
     Notify, Package, Path, ResourceTemplate, Scope,
 };
 use acpi_tables::sdt::Sdt;
+use base::Gsi;
 
+use super::hotplug;
 use super::{OEM, OEM_REVISION, OEM_TABLE};
 use crate::platform::{Ecam, Platform, PmPorts, Serial, VirtioMmio};
 
@@ -36,7 +38,7 @@ pub fn table(platform: &Platform) -> Sdt {
     if let Some(port) = platform.pvpanic_port {
         in_system_bus(&mut aml, |out| pvpanic(port, out));
     }
-    in_system_bus(&mut aml, |out| power_button(platform.pm, out));
+    in_system_bus(&mut aml, |out| events(platform, out));
     let mut sdt = Sdt::new(*b"DSDT", 36, 2, OEM, OEM_TABLE, OEM_REVISION);
     sdt.append_slice(&aml);
     sdt
@@ -58,14 +60,28 @@ fn in_system_bus(aml: &mut Vec<u8>, make: impl FnOnce(&mut Vec<u8>)) {
     Scope::new("_SB_".into(), vec![&inner]).to_aml_bytes(aml);
 }
 
-/// The PCI Express root: its buses and the memory its BARs may use. Interrupts are MSI-X alone, so there is no `_PRT`.
+/// Which interrupt the first pin of each slot has (ACPI 6.5, 6.2.13); functions of tare have no others.
+fn routing((first, count): (Gsi, u32), out: &mut Vec<u8>) {
+    let (pin, source) = (0u8, 0u8);
+    let entry = |slot: u32| {
+        let (slot, gsi) = (slot << 16 | 0xffff, first.0 + slot % count.max(1));
+        let mut entry = Raw(Vec::new());
+        Package::new(vec![&slot, &pin, &source, &gsi]).to_aml_bytes(&mut entry.0);
+        entry
+    };
+    let entries: Vec<Raw> = (1..32).map(entry).collect();
+    let entries = entries.iter().map(|entry| entry as &dyn Aml).collect();
+    Name::new("_PRT".into(), &Package::new(entries)).to_aml_bytes(out);
+}
+
+/// The PCI Express root: its buses, the memory its BARs may use, and the interrupts of pins where there is any.
 fn host_bridge(platform: &Platform, ecam: Ecam, out: &mut Vec<u8>) {
     let mut crs = Raw(Vec::new());
     AddressSpace::new_bus_number(0u16, u16::from(ecam.last_bus())).to_aml_bytes(&mut crs.0);
     if platform.conf1 {
         IO::new(0xcf8, 0xcf8, 1, 8).to_aml_bytes(&mut crs.0);
     }
-    if let Some((first, last)) = platform.pci_ports {
+    if let Some((first, last)) = platform.pci.ports {
         AddressSpace::new_io(first, last, None).to_aml_bytes(&mut crs.0);
     }
     let (at, len) = platform.pci_window32;
@@ -79,6 +95,9 @@ fn host_bridge(platform: &Platform, ecam: Ecam, out: &mut Vec<u8>) {
         AddressSpace::new_memory(AddressSpaceCacheable::NotCacheable, true, min, max, None).to_aml_bytes(&mut crs.0);
     }
     let zero = 0u8;
+    let mut slots = Raw(Vec::new());
+    platform.pci.pins.into_iter().for_each(|pins| routing(pins, &mut slots.0));
+    platform.pci.hotplug.into_iter().for_each(|plugged| hotplug::slots(plugged, &mut slots.0));
     Device::new(
         "PCI0".into(),
         vec![
@@ -88,6 +107,7 @@ fn host_bridge(platform: &Platform, ecam: Ecam, out: &mut Vec<u8>) {
             &Name::new("_SEG".into(), &zero),
             &Name::new("_BBN".into(), &zero),
             &Name::new("_CRS".into(), &ResourceTemplate::new(vec![&crs])),
+            &slots,
         ],
     )
     .to_aml_bytes(out);
@@ -169,8 +189,10 @@ fn pvpanic(port: u16, out: &mut Vec<u8>) {
     .to_aml_bytes(out);
 }
 
-/// A power button, pressed by the interrupt of a generic event device (ACPI 6.5, 5.6.9).
-fn power_button(pm: PmPorts, out: &mut Vec<u8>) {
+/// A power button, pressed by the interrupt of a generic event device (ACPI 6.5, 5.6.9), which has another one for PCI functions
+/// that come and go.
+fn events(platform: &Platform, out: &mut Vec<u8>) {
+    let pm = platform.pm;
     Device::new(
         "PWRB".into(),
         vec![&Name::new("_HID".into(), &EISAName::new("PNP0C0C")), &Name::new("_UID".into(), &0u8)],
@@ -178,16 +200,20 @@ fn power_button(pm: PmPorts, out: &mut Vec<u8>) {
     .to_aml_bytes(out);
     let button = Path::new("PWRB");
     let notify = Notify::new(&button, &PRESSED);
+    let (mut crs, mut answers) = (Raw(Vec::new()), Raw(Vec::new()));
+    Interrupt::new(true, true, false, false, pm.button.0).to_aml_bytes(&mut crs.0);
+    If::new(&Equal::new(&Arg(0), &pm.button.0), vec![&notify]).to_aml_bytes(&mut answers.0);
+    if let Some(plugged) = platform.pci.hotplug {
+        Interrupt::new(true, true, false, false, plugged.gsi.0).to_aml_bytes(&mut crs.0);
+        hotplug::event(plugged, &mut answers.0);
+    }
     Device::new(
         "GED_".into(),
         vec![
             &Name::new("_HID".into(), &"ACPI0013"),
             &Name::new("_UID".into(), &0u8),
-            &Name::new(
-                "_CRS".into(),
-                &ResourceTemplate::new(vec![&Interrupt::new(true, true, false, false, pm.button.0)]),
-            ),
-            &Method::new("_EVT".into(), 1, true, vec![&If::new(&Equal::new(&Arg(0), &pm.button.0), vec![&notify])]),
+            &Name::new("_CRS".into(), &ResourceTemplate::new(vec![&crs])),
+            &Method::new("_EVT".into(), 1, true, vec![&answers]),
         ],
     )
     .to_aml_bytes(out);

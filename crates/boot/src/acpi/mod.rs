@@ -5,6 +5,7 @@
 
 mod dsdt;
 mod fadt;
+mod hotplug;
 mod numa;
 
 use acpi_tables::Aml;

@@ -176,6 +176,8 @@ fn the_most_a_platform_may_have_fits() {
     };
     p.nodes = (0..Platform::MAX_NODES as u32).map(node).collect();
     p.to_plug = Some((Gpa(1 << 45), 1 << 40));
+    p.pci.hotplug = Some(crate::PciHotplug { port: 0x610, gsi: base::Gsi(9), slots: u32::MAX });
+    p.pci.pins = Some((base::Gsi(16), 4));
     assert!(p.check().is_ok());
     let t = tables(&p);
     assert_eq!(t["APIC"].len(), 44 + 64 * 8 + 12);
@@ -188,7 +190,10 @@ fn acpica_disassembles_and_compiles_them_without_a_word() {
     high.ecam = Some(crate::Ecam { base: Gpa(0x20_0000_0000), buses: 256 });
     high.conf1 = true;
     high.virtio_mmio = (0..5).map(registers).collect();
-    for p in [platform(), high, with_nodes()] {
+    let hotplug = crate::PciHotplug { port: 0x610, gsi: base::Gsi(9), slots: 0xffff_fff0 };
+    let pci = crate::Pci { pins: Some((base::Gsi(16), 4)), hotplug: Some(hotplug), ..platform().pci };
+    let plugged = Platform { pci, ..platform() };
+    for p in [platform(), high, with_nodes(), plugged] {
         let dir = tempfile::tempdir().unwrap();
         for (name, table) in tables(&p) {
             std::fs::write(dir.path().join(format!("{name}.aml")), table).unwrap();
@@ -204,6 +209,12 @@ fn acpica_disassembles_and_compiles_them_without_a_word() {
             assert!(!source.contains("rror") && !source.contains("arning"), "{name}: {source}");
             if name == "DSDT" {
                 assert!(source.contains("PNP0A08") && source.contains("Notify (PWRB, 0x80)"), "{source}");
+                if p.pci.hotplug.is_some() {
+                    assert!(source.contains("Name (_PRT, Package (0x1F)"), "{source}");
+                    assert_eq!(source.matches("Method (_EJ0, 1, Serialized)").count(), 28, "{source}");
+                    assert!(source.contains("HPEJ = 0x80000000") && source.contains("Notify (S01F, 0x03)"), "{source}");
+                    assert!(source.contains("\\_SB.PCI0.HPLG ()") && !source.contains("S003"), "{source}");
+                }
                 let out = iasl(&["-oa", "DSDT.dsl"]).unwrap();
                 let text = String::from_utf8_lossy(&out.stdout);
                 assert!(text.contains("0 Errors, 0 Warnings"), "{text}\n{source}");

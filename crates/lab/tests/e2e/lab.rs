@@ -53,12 +53,12 @@ small_initrd() {
 }
 
 # guest SCRIPT FLAGS...: the stock kernel under tare with a small initrd, and SCRIPT (no double quotes in it) as its first program.
-# Says how tare ended.
+# Says how tare ended; after LIMIT seconds it is made to.
 guest() {
     script=$1
     shift
     [ -e /lab/small.img ] || small_initrd
-    timeout -k 5 150 tare run --kernel /lab/vmlinuz --initrd /lab/small.img --memory "${MEMORY:-256M}" \
+    timeout -k 5 "${LIMIT:-150}" tare run --kernel /lab/vmlinuz --initrd /lab/small.img --memory "${MEMORY:-256M}" \
         --cmdline "console=tty0 console=hvc0 quiet panic=${PANIC:--1} ${MORE:-} -- -c \"$script\"" "$@" </dev/null
     echo "status $?"
 }

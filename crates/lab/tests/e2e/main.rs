@@ -9,6 +9,7 @@
 mod boots;
 mod disks;
 mod endings;
+mod hotplug;
 mod kernels;
 mod killed;
 mod lab;

@@ -58,8 +58,13 @@ struct Writer<D> {
     tree: Tree<D>,
     /// What readers see.
     view: FlatView<D>,
-    listeners: Vec<Box<dyn Listener<D>>>,
+    listeners: Vec<(ListenerId, Box<dyn Listener<D>>)>,
+    next: u64,
 }
+
+/// Names a listener of an address space; never given twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListenerId(u64);
 
 /// An address space whose devices are known as `D`.
 pub struct AddressSpace<D: Send + Sync> {
@@ -73,7 +78,7 @@ impl<D: Clone + Send + Sync> AddressSpace<D> {
     pub fn new(size: u64) -> Self {
         let tree = Tree::new(size);
         Self {
-            writer: Mutex::new(Writer { tree, view: FlatView::empty(), listeners: Vec::new() }),
+            writer: Mutex::new(Writer { tree, view: FlatView::empty(), listeners: Vec::new(), next: 0 }),
             view: Published::new(FlatView::empty()),
         }
     }
@@ -86,11 +91,24 @@ impl<D: Clone + Send + Sync> AddressSpace<D> {
     ///
     /// # Errors
     /// [`SpaceError::Refused`] when it can't; it is gone then.
-    pub fn listen(&self, mut listener: Box<dyn Listener<D>>) -> Result<(), SpaceError> {
+    pub fn listen(&self, mut listener: Box<dyn Listener<D>>) -> Result<ListenerId, SpaceError> {
         let mut writer = self.writer();
         listener.apply(&Change::between(&FlatView::empty(), &writer.view))?;
-        writer.listeners.push(listener);
-        Ok(())
+        let id = ListenerId(writer.next);
+        writer.next += 1;
+        writer.listeners.push((id, listener));
+        Ok(id)
+    }
+
+    /// Has a listener follow no longer. It is told that all there is has gone, and is gone itself, also when it refuses.
+    ///
+    /// # Errors
+    /// [`SpaceError::Refused`] when it can't take back what it did.
+    pub fn leave(&self, id: ListenerId) -> Result<(), SpaceError> {
+        let mut writer = self.writer();
+        let Some(at) = writer.listeners.iter().position(|(other, _)| *other == id) else { return Ok(()) };
+        let (_, mut listener) = writer.listeners.remove(at);
+        listener.apply(&Change::between(&writer.view, &FlatView::empty()))
     }
 
     /// Changes regions, all at once: `edit` works on the tree, then listeners get the difference, then readers see it. When
@@ -131,14 +149,14 @@ impl<D: Clone + Send + Sync> AddressSpace<D> {
 
 /// Tells all listeners of `change`; when one refuses, those before it are told the way `back`.
 fn follow<'a, D: 'a>(
-    listeners: &mut [Box<dyn Listener<D>>],
+    listeners: &mut [(ListenerId, Box<dyn Listener<D>>)],
     change: &Change<'_, D>,
     back: impl FnOnce() -> Change<'a, D>,
 ) -> Result<(), SpaceError> {
     for at in 0..listeners.len() {
-        let Some(Err(refused)) = listeners.get_mut(at).map(|l| l.apply(change)) else { continue };
+        let Some(Err(refused)) = listeners.get_mut(at).map(|(_, l)| l.apply(change)) else { continue };
         let back = back();
-        for listener in listeners.iter_mut().take(at).rev() {
+        for (_, listener) in listeners.iter_mut().take(at).rev() {
             // What was there a moment ago is put back; a host that refuses that has no way out to offer.
             let _ = listener.apply(&back);
         }
