@@ -6,6 +6,7 @@
 
 #![allow(clippy::expect_used, reason = "a test that cannot go on fails")]
 
+mod backings;
 mod boots;
 mod disks;
 mod endings;
@@ -18,6 +19,7 @@ mod machine;
 mod memory;
 mod network;
 mod passthrough;
+mod profile;
 mod refusals;
 mod transports;
 mod vioapic;
