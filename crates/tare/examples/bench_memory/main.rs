@@ -12,6 +12,9 @@ mod zeroing;
 
 use std::time::{Duration, Instant};
 
+/// What `--only` can name.
+const PARTS: [&str; 5] = ["zero", "prealloc", "phases", "pool", "lookups"];
+
 /// What a run is told.
 pub struct Options {
     /// No guest is larger.
@@ -22,16 +25,26 @@ pub struct Options {
 }
 
 impl Options {
+    /// Ends the program, with a line, at what it does not know.
     fn parse() -> Self {
         let mut out = Self { max: 16 << 30, rounds: 3, only: None };
         let mut args = std::env::args().skip(1);
         while let Some(flag) = args.next() {
             let value = args.next().unwrap_or_default();
-            match flag.as_str() {
-                "--max" => out.max = spec::parse_size("--max", &value).unwrap_or(out.max),
-                "--rounds" => out.rounds = value.parse().unwrap_or(out.rounds).max(1),
-                "--only" => out.only = Some(value),
-                _ => eprintln!("bench-memory: {flag} is unknown; it takes --max, --rounds and --only"),
+            let known = match flag.as_str() {
+                "--max" => spec::parse_size("--max", &value).map(|size| out.max = size).is_ok(),
+                "--rounds" => value.parse().map(|rounds: usize| out.rounds = rounds.max(1)).is_ok(),
+                "--only" => {
+                    let known = PARTS.contains(&value.as_str());
+                    out.only = Some(value.clone());
+                    known
+                }
+                _ => false,
+            };
+            if !known {
+                let parts = PARTS.join("|");
+                eprintln!("bench-memory: `{flag} {value}` is none of --max SIZE, --rounds NUMBER, --only {parts}");
+                std::process::exit(2);
             }
         }
         out
