@@ -3,7 +3,7 @@
 //! faults have Firecracker's form. Used by the server and the client, on either one's thread.
 
 use serde::{Deserialize, Serialize};
-use spec::{AddDevice, Command, Info, RemoveDevice, Reply, ResizeDisk, ResizeMemory};
+use spec::{Command, Info, RemoveDevice, Reply, ResizeDisk, ResizeMemory, Vfio};
 
 use crate::http::{Bad, Request, Response};
 
@@ -73,7 +73,7 @@ pub fn request(command: &Command) -> (&'static str, &'static str, Vec<u8>) {
         Command::ResizeMemory(resize) => {
             ("PUT", RESIZE_MEMORY, serde_json::to_vec::<ResizeMemory>(resize).unwrap_or_default())
         }
-        Command::AddDevice(device) => ("PUT", ADD_DEVICE, serde_json::to_vec::<AddDevice>(device).unwrap_or_default()),
+        Command::AddDevice(device) => ("PUT", ADD_DEVICE, serde_json::to_vec::<Vfio>(device).unwrap_or_default()),
         Command::RemoveDevice(device) => {
             ("PUT", REMOVE_DEVICE, serde_json::to_vec::<RemoveDevice>(device).unwrap_or_default())
         }
@@ -103,7 +103,9 @@ mod tests {
         let disk = Command::ResizeDisk(ResizeDisk { id: "disk0".into(), desired_size: u64::MAX });
         let memory = Command::ResizeMemory(ResizeMemory { desired_size: 1 << 30 });
         let host = "0000:01:00.0".parse().unwrap();
-        let add = Command::AddDevice(AddDevice { host });
+        let add = Command::AddDevice(Vfio { host, iommu: spec::Iommu::Iommufd });
+        let auto = Vfio { host, iommu: spec::Iommu::Auto };
+        assert_eq!(asked("PUT", ADD_DEVICE, r#"{"host":"01:00.0"}"#), Ok(Command::AddDevice(auto)));
         let remove = Command::RemoveDevice(RemoveDevice { host, timeout: 3, force: true });
         let plain = RemoveDevice { host, timeout: 10, force: false };
         assert_eq!(asked("PUT", REMOVE_DEVICE, r#"{"host":"01:00.0"}"#), Ok(Command::RemoveDevice(plain)));

@@ -23,7 +23,7 @@ pub use kvm_ioctls::VcpuExit as Exit;
 pub use ring::CoalescedRing;
 pub use stats::{StatKind, StatUnit, StatValue, Stats};
 pub use vcpu::{Vcpu, flat_protected_mode};
-pub use vfio::VfioGroups;
+pub use vfio::VfioFiles;
 pub use vm::{IoAddress, Kvm, Route, Slot, Vm};
 
 /// A KVM call that failed.

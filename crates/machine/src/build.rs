@@ -79,7 +79,7 @@ pub fn build(spec: &spec::Vm, io: &ConsoleIo, remote: bool, timeline: &Arc<Timel
     idle(spec, &vm)?;
     let mut startup = StartUp::default();
     // Before any memory is touched: a device that can't be had is found at once.
-    let taken = Taken::open(spec)?;
+    let taken = Taken::open(spec, &vm)?;
     let ram = ready::find(spec, &mut startup)?;
     let later = ready::make(spec, &ram, &mut startup)?;
     let begun = Instant::now();

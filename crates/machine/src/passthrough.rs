@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Devices of the host in this machine: opened before anything else is made, then put on the bus, and all of the guest's
+//! Devices of the host in this machine: opened before there is any memory, then put on the bus, and all of the guest's
 //! memory pinned for them once everything in it is in place; and those that come and go while the guest runs.
 //!
 //! Called by `build` on the main thread, later by the API's thread and, when the guest lets go of a device, a vCPU's. One lock
@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use base::news::News;
 use base::reactor::Reactor;
 use base::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
-use kvm::{VfioGroups, Vm};
+use kvm::{VfioFiles, Vm};
 use mem::space::{ListenerId, SpaceError};
-use spec::PciAddress;
+use spec::{Iommu, PciAddress, Vfio};
 use vfio::{Container, Opened};
 
 use crate::bus::Bus;
@@ -29,7 +29,7 @@ use crate::spaces::Spaces;
 struct Inner {
     /// While there is any device.
     container: Option<Container>,
-    groups: Option<VfioGroups>,
+    files: Option<VfioFiles>,
     /// What keeps memory pinned.
     maps: Option<ListenerId>,
     /// Slots that a device was taken out of while the guest had it, until the guest lets go.
@@ -49,25 +49,34 @@ pub struct Passthrough {
     no_more: Option<&'static str>,
 }
 
-/// Devices that were opened, before there is a machine.
+/// Devices that were opened, before there is any memory.
 pub struct Taken {
     container: Container,
+    files: Option<VfioFiles>,
     devices: Vec<Opened>,
 }
 
 impl Taken {
-    /// Opens the devices of `spec`, if it has any.
+    /// Opens the devices of `spec`, if it has any, for `vm`.
     ///
     /// # Errors
-    /// [`Error::Vfio`]: what stands in the way.
-    pub fn open(spec: &spec::Vm) -> Result<Option<Self>, Error> {
-        if spec.vfio.is_empty() {
-            return Ok(None);
-        }
-        let mut container = Container::open()?;
-        let devices = spec.vfio.iter().map(|device| container.device(device.host)).collect::<Result<_, _>>()?;
-        Ok(Some(Self { container, devices }))
+    /// [`Error::Vfio`]: what stands in the way. [`Error::Kvm`].
+    pub fn open(spec: &spec::Vm, vm: &Vm) -> Result<Option<Self>, Error> {
+        let Some(first) = spec.vfio.first() else { return Ok(None) };
+        let mut container = Container::open(first)?;
+        let files = vm.vfio_files()?;
+        let devices = spec.vfio.iter().map(|device| open(&mut container, files.as_ref(), device));
+        let devices = devices.collect::<Result<_, _>>()?;
+        Ok(Some(Self { container, files, devices }))
     }
+}
+
+/// Opens `device` in `container`; KVM hears through `files` of what is new before.
+fn open(container: &mut Container, files: Option<&VfioFiles>, device: &Vfio) -> Result<Opened, Error> {
+    if let Some((told, files)) = container.claim(device)?.zip(files) {
+        files.add(told)?;
+    }
+    Ok(container.device(device.host)?)
 }
 
 /// Whether a machine made from `spec`, which can be asked for things if `remote`, can have devices that come and go.
@@ -109,16 +118,13 @@ impl Passthrough {
         self.hotplug.as_ref()
     }
 
-    /// Puts the devices that the machine starts with on `bus`, and tells KVM.
+    /// Puts the devices that the machine starts with on `bus`.
     ///
     /// # Errors
-    /// [`Error::Vfio`] and [`Error::Kvm`].
+    /// [`Error::Vfio`] and [`Error::Space`].
     pub fn join(&self, taken: Taken, bus: &mut Bus) -> Result<(), Error> {
         let mut inner = self.lock();
-        inner.groups = self.vm.vfio_groups()?;
-        if let Some(groups) = &inner.groups {
-            taken.container.groups().try_for_each(|group| groups.add(group))?;
-        }
+        inner.files = taken.files;
         inner.container = Some(taken.container);
         taken.devices.into_iter().try_for_each(|device| bus.add_vfio(device, &self.news))
     }
@@ -130,8 +136,10 @@ impl Passthrough {
     /// [`Error::TooMuch`] where memory can't be pinned.
     pub fn pin(&self, startup: &mut StartUp) -> Result<bool, Error> {
         let begun = Instant::now();
-        let Some(mapped) = self.follow(&mut self.lock())? else { return Ok(false) };
+        let mut inner = self.lock();
+        let Some(mapped) = self.follow(&mut inner)? else { return Ok(false) };
         startup.pin_ns = nanoseconds(begun);
+        startup.iommu = inner.container.as_ref().map(Container::iommu);
         // What is pinned exists.
         startup.ready = mapped;
         Ok(true)
@@ -143,15 +151,17 @@ impl Passthrough {
         let listener = container.maps()?;
         let mapped = listener.mapped();
         let followed = self.spaces.follow(Box::new(listener));
-        *maps = Some(followed.map_err(|refused| pinned(&refused, mapped.load(Ordering::Relaxed)))?);
-        Ok(Some(mapped.load(Ordering::Relaxed)))
+        let done = || mapped.load(Ordering::Relaxed);
+        *maps = Some(followed.map_err(|refused| pinned(&refused, done(), container.iommu()))?);
+        Ok(Some(done()))
     }
 
-    /// Gives the guest the device at `address`; it hears of it, and finds it in its own time.
+    /// Gives the guest `device`; it hears of it, and finds it in its own time.
     ///
     /// # Errors
     /// Why not, in one line; nothing has happened then.
-    pub fn add(&self, address: PciAddress, bus: &Bus) -> Result<(), Error> {
+    pub fn add(&self, device: &Vfio, bus: &Bus) -> Result<(), Error> {
+        let address = device.host;
         let (hotplug, pci) = self.plugs(bus)?;
         let mut inner = self.lock();
         let refused = |why: &str| Err(Error::TooMuch(format!("{address} can't be added: --vfio; {why}")));
@@ -165,7 +175,7 @@ impl Passthrough {
             return refused(why);
         }
         let slot = pci.free_slot(inner.missed)?;
-        let added = self.open(&mut inner, address).and_then(|opened| {
+        let added = self.open(&mut inner, device).and_then(|opened| {
             self.follow(&mut inner)?;
             pci.plug(slot, pci.function(slot, opened, &self.news)?)
         });
@@ -174,30 +184,31 @@ impl Passthrough {
         Ok(())
     }
 
-    /// Opens the device at `address`, and tells KVM if its group is new.
-    fn open(&self, inner: &mut Inner, address: PciAddress) -> Result<Opened, Error> {
-        if inner.container.is_none() {
-            inner.container = Some(Container::open()?);
+    /// Opens `device`, in a new container if there is none.
+    fn open(&self, inner: &mut Inner, device: &Vfio) -> Result<Opened, Error> {
+        let Inner { container, files, .. } = inner;
+        if files.is_none() {
+            *files = self.vm.vfio_files()?;
         }
-        let Some(container) = &mut inner.container else { return Err(Error::TooMuch(String::new())) };
-        let opened = container.device(address)?;
-        // Its only one so far: the group came with it.
-        if let Some(group) = container.last_of_group(address) {
-            if inner.groups.is_none() {
-                inner.groups = self.vm.vfio_groups()?;
-            }
-            inner.groups.as_ref().map_or(Ok(()), |groups| groups.add(group))?;
-        }
-        Ok(opened)
+        let container = match container {
+            Some(container) => container,
+            None => container.insert(Container::open(device)?),
+        };
+        open(container, files.as_ref(), device)
+    }
+
+    /// How the machine's devices are behind the IOMMU, as long as it has any.
+    #[must_use]
+    pub fn iommu(&self) -> Option<Iommu> {
+        self.lock().container.as_ref().map(Container::iommu)
     }
 
     /// Gives the device at `address`, which nobody has any more, back to the host. The last one takes all maps along.
     fn release(&self, inner: &mut Inner, address: PciAddress) {
         let Some(container) = &mut inner.container else { return };
-        let group = container.last_of_group(address);
-        if let Some((group, groups)) = group.zip(inner.groups.as_ref()) {
+        if let Some((told, files)) = container.closes(address).zip(inner.files.as_ref()) {
             // It may never have been told.
-            let _ = groups.remove(group);
+            let _ = files.remove(told);
         }
         if container.is_last(address)
             && let Some(maps) = inner.maps.take()
@@ -305,15 +316,20 @@ impl Passthrough {
     }
 }
 
-/// Why memory can't be pinned, after `done` bytes of it.
-fn pinned(refused: &SpaceError, done: u64) -> Error {
+/// Why memory can't be pinned behind `iommu`, after `done` bytes of it.
+fn pinned(refused: &SpaceError, done: u64, iommu: Iommu) -> Error {
     let SpaceError::Refused { source, .. } = refused else { return Error::TooMuch(format!("{refused}: --vfio")) };
     let hint = match (source.raw_os_error(), locked_limit()) {
-        (Some(libc::ENOMEM), Some(limit)) => format!(
-            "this process may lock {} MiB (ulimit -l): raise that to what the guest has and 64 MiB more, or ask for less \
-             with --memory",
-            limit >> 20
-        ),
+        (Some(libc::ENOMEM), Some(limit)) => {
+            let (who, what) = match iommu {
+                Iommu::Iommufd => ("all processes of this user together", "all its guests have"),
+                _ => ("this process", "the guest has"),
+            };
+            format!(
+                "{who} may lock {} MiB (ulimit -l): raise that to what {what} and 64 MiB more, or ask for less with --memory",
+                limit >> 20
+            )
+        }
         (Some(libc::ENOMEM), None) => "the host has no more: ask for less with --memory".to_owned(),
         _ => "the host's kernel log says more".to_owned(),
     };
@@ -341,9 +357,11 @@ mod tests {
             at: 3 << 30,
             source: std::io::Error::from_raw_os_error(code),
         };
-        let said = pinned(&refused(libc::ENOMEM), 3 << 30).to_string();
+        let said = pinned(&refused(libc::ENOMEM), 3 << 30, Iommu::Container).to_string();
         assert!(said.starts_with("guest memory can't be pinned for devices after the first 3072 MiB, "), "{said}");
         assert!(said.contains(": --vfio; ") && !said.contains('\n'), "{said}");
-        assert!(pinned(&refused(libc::EINVAL), 0).to_string().ends_with("the host's kernel log says more"));
+        assert!(
+            pinned(&refused(libc::EINVAL), 0, Iommu::Iommufd).to_string().ends_with("the host's kernel log says more")
+        );
     }
 }

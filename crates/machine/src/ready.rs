@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use mem::prealloc::{Prealloc, Way};
 use mem::{GuestRam, MemError};
 use serde::Serialize;
-use spec::Prealloc as When;
+use spec::{Iommu, Prealloc as When};
 
 use crate::error::{Error, host};
 use crate::hotplug::{self, MemoryControl};
@@ -49,6 +49,9 @@ pub struct StartUp {
     pub ready: u64,
     /// Of it, in huge pages.
     pub huge: u64,
+    /// How devices of the host are behind the IOMMU, if there are any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iommu: Option<Iommu>,
 }
 
 impl StartUp {
@@ -61,9 +64,10 @@ impl StartUp {
         } else {
             String::new()
         };
+        let iommu = self.iommu.map_or_else(String::new, |iommu| format!("; devices by {iommu}"));
         format!(
             "start-up: prealloc {} by {} threads: mmap {:.2} ms, fault and zero {:.2} ms{rate}, pin {:.2} ms, map {:.2} ms, \
-             vCPU {:.2} ms; {} MiB ready, {} of them huge",
+             vCPU {:.2} ms; {} MiB ready, {} of them huge{iommu}",
             self.prealloc,
             self.threads,
             ms(self.mmap_ns),

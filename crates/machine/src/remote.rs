@@ -77,7 +77,7 @@ impl Controls {
                 Reply::Info(info)
             }
             Command::AddDevice(device) => {
-                let added = self.dispatch.passthrough().map(|all| all.add(device.host, self.dispatch.bus()));
+                let added = self.dispatch.passthrough().map(|all| all.add(&device, self.dispatch.bus()));
                 done(added.map(|added| added.map_err(|e| e.to_string())))
             }
             Command::RemoveDevice(device) => done(self.remove(&device)),

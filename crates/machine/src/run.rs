@@ -158,7 +158,8 @@ fn guest_run(
     let stopped: Vec<Stopped> = vcpus.into_iter().filter_map(vcpu::Started::stop).collect();
     dispatch.with_serial(SerialPort::flush);
     registry.drain();
-    let vfio = dispatch.bus().passed().into_iter().map(|host| spec::Vfio { host }).collect();
+    let iommu = dispatch.passthrough().and_then(|all| all.iommu()).unwrap_or_default();
+    let vfio = dispatch.bus().passed().into_iter().map(|host| spec::Vfio { host, iommu }).collect();
     dispatch.bus().stop();
     let ranges: Vec<(u64, u64)> = ram.regions().map(|(_, size, host)| (host.0, host.0 + size)).collect();
     let mut devices = registry.ledgers();

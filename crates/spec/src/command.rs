@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::PciAddress;
+use crate::{PciAddress, Vfio};
 
 /// Something to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,17 +17,9 @@ pub enum Command {
     /// Give the machine more or less memory.
     ResizeMemory(ResizeMemory),
     /// Give the guest a device of the host.
-    AddDevice(AddDevice),
+    AddDevice(Vfio),
     /// Take one back.
     RemoveDevice(RemoveDevice),
-}
-
-/// A device of the host for the guest.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct AddDevice {
-    /// Where it is on the host.
-    pub host: PciAddress,
 }
 
 /// A device of the host that is to be the host's again.

@@ -26,7 +26,7 @@ pub use check::{
     MAX_QUEUES, MAX_SERIAL, MIN_BPS,
 };
 pub use coalesce::Coalesce;
-pub use command::{AddDevice, Command, DiskInfo, Info, RemoveDevice, Reply, ResizeDisk, ResizeMemory};
+pub use command::{Command, DiskInfo, Info, RemoveDevice, Reply, ResizeDisk, ResizeMemory};
 pub use cpu_features::{CpuidBits, CpuidRegister, cpu_features, cpuid_bits};
 pub use cpu_model::CpuModel;
 pub use cpus::{Cpus, Topology};
@@ -38,5 +38,5 @@ pub use memory::{
 pub use net::{Descriptors, MAX_NETS, Mac, Net, NetKind};
 pub use parse::{FromText, Word, parse_on_off, parse_port, parse_size, show_size};
 pub use text::{Said, said, said_each};
-pub use vfio::{MAX_VFIO, PciAddress, Vfio};
+pub use vfio::{Iommu, MAX_VFIO, PciAddress, Vfio};
 pub use vm::*;

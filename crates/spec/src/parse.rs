@@ -555,5 +555,6 @@ mod tests {
         check::<KernelDecompress>();
         check::<KernelLoad>();
         check::<Transport>();
+        check::<crate::Iommu>();
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One device of the host that the guest gets: `--vfio 0000:03:00.0`, `[[vfio]]` in `vm.toml`; and how PCI addresses are
-//! written.
+//! One device of the host that the guest gets: `--vfio 0000:03:00.0`, `[[vfio]]` in `vm.toml`, which of the kernel's ways
+//! puts it behind the IOMMU; and how PCI addresses are written.
 //!
 //! Filled by the command line, read by `machine`, `vfio` and `tare passthrough`.
 
@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::SpecError;
 use crate::check::out_of_range;
-use crate::parse::{FromText, Group};
+use crate::parse::{FromText, Group, Word};
 
 /// Most devices that are passed through.
 pub const MAX_VFIO: usize = 16;
@@ -79,14 +79,43 @@ impl<'de> Deserialize<'de> for PciAddress {
 pub struct Vfio {
     /// Where it is on the host.
     pub host: PciAddress,
+    /// How it gets behind the IOMMU: all devices of a machine alike.
+    #[serde(default)]
+    pub iommu: Iommu,
 }
 
 impl FromText for Vfio {
-    /// An address alone, or `host=ADDRESS`.
+    /// An address alone or `host=ADDRESS`, and `iommu=WAY`.
     fn from_text(text: &str) -> Result<Self, SpecError> {
-        let group = Group::parse("vfio", text, "host", &["host"])?;
+        let group = Group::parse("vfio", text, "host", &["host", "iommu"])?;
         let host = group.read("host", |_, value| value.parse())?;
-        Ok(Self { host: host.ok_or(SpecError::MissingKey { place: "vfio".to_owned(), key: "host" })? })
+        let iommu = group.read("iommu", Iommu::from_word)?.unwrap_or_default();
+        Ok(Self { host: host.ok_or(SpecError::MissingKey { place: "vfio".to_owned(), key: "host" })?, iommu })
+    }
+}
+
+/// The kernel's ways to put a device behind the IOMMU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Iommu {
+    /// That of the machine's other devices; for the first one iommufd where it is there for it, else the container.
+    #[default]
+    Auto,
+    /// `/dev/iommu`, and a node for each device.
+    Iommufd,
+    /// `/dev/vfio/vfio`, and a node for each group of devices.
+    Container,
+}
+
+impl Word for Iommu {
+    const WHAT: &'static str = "a way behind the IOMMU";
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("auto", Self::Auto), ("iommufd", Self::Iommufd), ("container", Self::Container)];
+}
+
+impl fmt::Display for Iommu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(Self::WORDS.iter().find(|(_, way)| way == self).map_or("", |(word, _)| word))
     }
 }
 
@@ -104,6 +133,14 @@ pub(crate) fn check(devices: &[Vfio], transport: crate::Transport) -> Result<(),
         if devices.iter().take(index).any(|other| other.host == device.host) {
             let what = format!("{} is given twice", device.host);
             return Err(out_of_range("vfio", what, "give it once".to_owned()));
+        }
+        let other = devices.iter().take(index).find(|other| {
+            let both = [device.iommu, other.iommu];
+            both.contains(&Iommu::Iommufd) && both.contains(&Iommu::Container)
+        });
+        if let Some(other) = other {
+            let what = format!("{} has iommu={} and {} iommu={}", other.host, other.iommu, device.host, device.iommu);
+            return Err(out_of_range("vfio", what, "say the same for all devices of a machine".to_owned()));
         }
     }
     Ok(())
@@ -148,11 +185,21 @@ mod tests {
         let plain = Vfio::from_text("0000:03:00.0").unwrap();
         assert_eq!(Vfio::from_text("host=03:00.0").unwrap(), plain);
         assert!(Vfio::from_text("hots=03:00.0").unwrap_err().to_string().contains("unknown key `hots`"));
+        assert_eq!(plain.iommu, Iommu::Auto);
+        for (word, iommu) in Iommu::WORDS {
+            let said = Vfio::from_text(&format!("03:00.0,iommu={word}")).unwrap();
+            assert_eq!((said.host, said.iommu, iommu.to_string().as_str()), (plain.host, *iommu, *word));
+        }
+        let said = Vfio::from_text("03:00.0,iommu=type1").unwrap_err().to_string();
+        assert!(
+            said.contains("`type1` is not a way behind the IOMMU: vfio.iommu; use auto, iommufd or container"),
+            "{said}"
+        );
     }
 
     #[test]
     fn what_no_machine_can_have_is_refused() {
-        let device = |bus| Vfio { host: PciAddress { bus, ..PciAddress::default() } };
+        let device = |bus| Vfio { host: PciAddress { bus, ..PciAddress::default() }, iommu: Iommu::Auto };
         let said = |devices: &[Vfio], transport| check(devices, transport).map_err(|e| e.to_string());
         assert_eq!(said(&[device(1), device(2)], crate::Transport::Pci), Ok(()));
         assert!(
@@ -161,5 +208,10 @@ mod tests {
         assert!(said(&[device(1)], crate::Transport::Mmio).unwrap_err().contains("without a PCI bus"));
         let many: Vec<Vfio> = (0..17).map(device).collect();
         assert!(said(&many, crate::Transport::Pci).unwrap_err().contains("17 devices"));
+        let with = |bus, iommu| Vfio { iommu, ..device(bus) };
+        let mixed = [with(1, Iommu::Iommufd), with(2, Iommu::Auto), with(3, Iommu::Container)];
+        let wrong = "0000:01:00.0 has iommu=iommufd and 0000:03:00.0 iommu=container";
+        assert!(said(&mixed, crate::Transport::Pci).unwrap_err().starts_with(wrong));
+        assert_eq!(said(&mixed[1..], crate::Transport::Pci), Ok(()), "what auto becomes, the host knows");
     }
 }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 use lexopt::{Arg, Parser};
-use spec::{AddDevice, Command, PciAddress, RemoveDevice, Reply, ResizeDisk, ResizeMemory, parse_size};
+use spec::{Command, FromText, Iommu, RemoveDevice, Reply, ResizeDisk, ResizeMemory, Vfio, parse_size};
 
 use crate::exit::{Exit, Failure};
 use crate::flags::{Asked, lexed, once, text_of};
@@ -20,7 +20,8 @@ commands:
   resize-disk --disk ID --size SIZE   makes a disk larger, with K, M, G or T; ID is as in info
   resize-memory --size SIZE           tells the guest to have so much memory in all; it needs
                                       --memory SIZE,hotplug=SIZE; info says what it has
-  add-device --vfio ADDRESS           gives the guest a device of the host, bound to vfio-pci
+  add-device --vfio ADDRESS[,iommu=WAY]
+                                      gives the guest a device of the host, bound to vfio-pci
   remove-device --vfio ADDRESS [--timeout SECONDS] [--force]
                                       asks the guest to let go of it (10 s, at most 100); with
                                       --force takes it away then, whatever its driver does
@@ -44,7 +45,7 @@ struct Typed {
     name: Option<String>,
     disk: Option<String>,
     size: Option<u64>,
-    vfio: Option<PciAddress>,
+    vfio: Option<Vfio>,
     timeout: Option<u8>,
     force: bool,
 }
@@ -63,7 +64,9 @@ pub fn parse(args: &mut Parser) -> Result<Asked<Ctl>, Failure> {
             Arg::Long("size") => {
                 once(&mut typed.size, "--size", parse_size("--size", &text_of("--size", "name", args)?)?)?;
             }
-            Arg::Long("vfio") => once(&mut typed.vfio, "--vfio", text_of("--vfio", "address", args)?.parse()?)?,
+            Arg::Long("vfio") => {
+                once(&mut typed.vfio, "--vfio", Vfio::from_text(&text_of("--vfio", "address", args)?)?)?;
+            }
             Arg::Long("timeout") => {
                 let text = text_of("--timeout", "number", args)?;
                 let seconds = text.parse().ok().filter(|seconds| (1..=100).contains(seconds));
@@ -100,8 +103,8 @@ fn command(typed: Typed) -> Result<Command, Failure> {
         (Some("resize-memory"), None, Some(desired_size), None) if plain => {
             Command::ResizeMemory(ResizeMemory { desired_size })
         }
-        (Some("add-device"), None, None, Some(host)) if plain => Command::AddDevice(AddDevice { host }),
-        (Some("remove-device"), None, None, Some(host)) => {
+        (Some("add-device"), None, None, Some(vfio)) if plain => Command::AddDevice(vfio),
+        (Some("remove-device"), None, None, Some(Vfio { host, iommu: Iommu::Auto })) => {
             Command::RemoveDevice(RemoveDevice { host, timeout: patience, force })
         }
         (Some("resize-memory"), ..) => return Err(missing("resize-memory needs --size SIZE and no --disk")),
@@ -161,7 +164,12 @@ mod tests {
             Ok(Asked::Do(ctl)) => ctl.command,
             other => panic!("{other:?}"),
         };
-        assert_eq!(does(&["add-device", "--vfio", "01:00.0", "--api=s"]), Command::AddDevice(AddDevice { host }));
+        assert_eq!(
+            does(&["add-device", "--vfio", "01:00.0", "--api=s"]),
+            Command::AddDevice(Vfio { host, iommu: Iommu::Auto })
+        );
+        let container = Command::AddDevice(Vfio { host, iommu: Iommu::Container });
+        assert_eq!(does(&["add-device", "--vfio", "01:00.0,iommu=container", "--api=s"]), container);
         let remove = |timeout, force| Command::RemoveDevice(RemoveDevice { host, timeout, force });
         assert_eq!(does(&["--api=s", "remove-device", "--vfio", "01:00.0"]), remove(10, false));
         assert_eq!(does(&["--api=s", "remove-device", "--force", "--timeout=3", "--vfio=01:00.0"]), remove(3, true));
@@ -181,6 +189,8 @@ mod tests {
         assert!(says(&["--api", "s", "add-device"]).starts_with("add-device needs --vfio ADDRESS"));
         assert!(says(&["add-device", "--vfio", "1:0.0", "--force"]).starts_with("add-device needs --vfio ADDRESS"));
         assert!(says(&["remove-device", "--force"]).starts_with("remove-device needs --vfio ADDRESS"));
+        let way = ["remove-device", "--vfio", "1:0.0,iommu=iommufd"];
+        assert!(says(&way).starts_with("remove-device needs --vfio ADDRESS"));
         assert_eq!(says(&["--timeout", "0"]), "`0` is no number of seconds: --timeout; give 1 to 100");
         assert!(says(&["add-device", "--vfio", "nvme0"]).starts_with("`nvme0` is not a PCI address: vfio; "));
         assert!(

@@ -208,7 +208,8 @@ const FLAGS: &[Flag] = &[
         value: Some("ADDRESS"),
         help: &[
             "a PCI device of the host that the guest gets, such as 0000:03:00.0;",
-            "give it again for more (`tare passthrough` makes it ready)",
+            "give it again for more (`tare passthrough` makes it ready);",
+            "[,iommu=auto|iommufd|container]: the way behind the IOMMU, alike for all",
         ],
         set: |t, v| {
             t.vfio.get_or_insert_default().push(Said(Vfio::from_text(&utf8("vfio", v)?)?));
@@ -596,6 +597,7 @@ mod tests {
             "user",
             "--net=kind=tap,tap=t0,mtu=9000",
             "--vfio=0000:03:00.0",
+            "--vfio=04:00.0,iommu=container",
             "--cpus",
             "8,sockets=2,cores=2,threads=2",
             "--cpu",
@@ -659,6 +661,9 @@ mod tests {
             kvm = "/dev/null"
             [[vfio]]
             host = "03:00.0"
+            [[vfio]]
+            host = "04:00.0"
+            iommu = "container"
             [[disk]]
             path = "a.raw"
             [[disk]]

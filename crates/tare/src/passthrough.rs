@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
 use lexopt::{Arg, Parser};
-use spec::PciAddress;
+use spec::{Iommu, PciAddress};
 use vfio::{Described, Sysfs, VFIO_DRIVER};
 
 use crate::exit::{Exit, Failure};
@@ -138,7 +138,11 @@ fn obstacle(sysfs: &Sysfs, device: &Described) -> String {
         return format!("shares its group with {}", others.join(", "));
     }
     if device.driver.as_deref() == Some(VFIO_DRIVER) {
-        return if sysfs.is_taken(device) { "a machine has it".to_owned() } else { "nothing: ready".to_owned() };
+        return match sysfs.way(device.address) {
+            _ if sysfs.is_taken(device) => "a machine has it".to_owned(),
+            Iommu::Iommufd => "nothing: ready, by iommufd".to_owned(),
+            _ => "nothing: ready".to_owned(),
+        };
     }
     sysfs.uses(device.address).into_iter().next().unwrap_or_else(|| "bind it".to_owned())
 }

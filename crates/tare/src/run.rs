@@ -177,7 +177,7 @@ mod tests {
     fn devices_that_came_and_went_are_so_after_a_reboot() {
         let typed = Typed { kernel: Some("k".into()), ..Typed::default() };
         let meant = Meant::new(typed).unwrap();
-        let one = spec::Vfio { host: "01:00.0".parse().unwrap() };
+        let one = spec::Vfio { host: "01:00.0".parse().unwrap(), iommu: spec::Iommu::Iommufd };
         let mut seen = Vec::new();
         let start = |vm: &spec::Vm| {
             seen.push(vm.vfio.clone());

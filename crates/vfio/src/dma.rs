@@ -33,6 +33,16 @@ pub trait DmaSink: Send {
     fn unmap(&mut self, iova: u64, size: u64) -> io::Result<()>;
 }
 
+impl<S: DmaSink + ?Sized> DmaSink for Box<S> {
+    fn map(&mut self, iova: u64, host: Hva, size: u64) -> io::Result<()> {
+        (**self).map(iova, host, size)
+    }
+
+    fn unmap(&mut self, iova: u64, size: u64) -> io::Result<()> {
+        (**self).unmap(iova, size)
+    }
+}
+
 /// A map: from its address on, bytes and where they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Piece {

@@ -10,6 +10,7 @@ mod device;
 mod dma;
 mod error;
 mod intx;
+mod iommufd;
 mod layout;
 mod msi;
 mod msix;

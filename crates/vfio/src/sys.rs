@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! VFIO's system calls (`linux/vfio.h`): container, group and device. Called by `container`, and through [`Hardware`] by the
-//! device, on whichever thread asks; the kernel has its own locks.
+//! VFIO's system calls (`linux/vfio.h`): container, group and device. Called by `container` and `iommufd`, and through
+//! [`Hardware`] by the device, on whichever thread asks; the kernel has its own locks.
 //!
 //! Not with rust-vmm's `vfio-ioctls`: it ties a container to `kvm-ioctls`, which only `kvm` may know, maps memory by itself,
 //! and turns the host's reasons into its own.
@@ -27,7 +27,7 @@ use crate::dma::DmaSink;
 use crate::layout::{Hardware, Interrupts, Region};
 
 /// The number of request `n` of VFIO: `_IO`, without sizes.
-const fn request(n: u32) -> libc::c_ulong {
+pub const fn request(n: u32) -> libc::c_ulong {
     (VFIO_TYPE as libc::c_ulong) << 8 | (VFIO_BASE + n) as libc::c_ulong
 }
 
@@ -57,7 +57,7 @@ fn number(file: &impl AsRawFd, request: libc::c_ulong, argument: libc::c_ulong) 
 /// # Safety
 /// `argument` is what the request takes, its `argsz` no larger than it is, and what it has the kernel do to memory or
 /// descriptors is the caller's to answer for.
-unsafe fn structure<T>(file: &impl AsRawFd, request: libc::c_ulong, argument: *mut T) -> io::Result<libc::c_int> {
+pub unsafe fn structure<T>(file: &impl AsRawFd, request: libc::c_ulong, argument: *mut T) -> io::Result<libc::c_int> {
     // SAFETY: as promised by the caller.
     let rc = unsafe { libc::ioctl(file.as_raw_fd(), request, argument) };
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(rc) }
@@ -91,7 +91,7 @@ impl ContainerFd {
         number(&self.0, SET_IOMMU, VFIO_TYPE1v2_IOMMU.into()).map(drop)
     }
 
-    /// Another handle on the same container.
+    /// Another handle on the same one.
     ///
     /// # Errors
     /// When the host is out of descriptors.
@@ -171,8 +171,7 @@ impl GroupFd {
         // SAFETY: the request reads a string that ends in a zero byte.
         let fd = unsafe { structure(&self.0, GROUP_GET_DEVICE_FD, name.as_mut_ptr()) }?;
         // SAFETY: the kernel gave this descriptor to us and to nobody else.
-        let device = DeviceFd { file: File::from(unsafe { OwnedFd::from_raw_fd(fd) }), resets: false };
-        device.describe()
+        DeviceFd::new(File::from(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 }
 
@@ -190,15 +189,18 @@ pub struct DeviceFd {
 }
 
 impl DeviceFd {
-    fn describe(mut self) -> io::Result<Self> {
+    /// The PCI device that `file` is.
+    ///
+    /// # Errors
+    /// The host's, and `ENODEV` for any other device.
+    pub fn new(file: File) -> io::Result<Self> {
         let mut info = vfio_device_info { argsz: size_of::<vfio_device_info>() as u32, ..vfio_device_info::default() };
         // SAFETY: the structure is what the request fills.
-        unsafe { structure(&self.file, DEVICE_GET_INFO, &raw mut info) }?;
+        unsafe { structure(&file, DEVICE_GET_INFO, &raw mut info) }?;
         if info.flags & VFIO_DEVICE_FLAGS_PCI == 0 {
             return Err(io::Error::from_raw_os_error(libc::ENODEV));
         }
-        self.resets = info.flags & VFIO_DEVICE_FLAGS_RESET != 0;
-        Ok(self)
+        Ok(Self { file, resets: info.flags & VFIO_DEVICE_FLAGS_RESET != 0 })
     }
 
     /// What the kernel says of region `index`, with room for what follows the structure: whole words.

@@ -8,7 +8,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use spec::PciAddress;
+use spec::{Iommu, PciAddress};
 
 use crate::error::VfioError;
 
@@ -171,6 +171,38 @@ impl Sysfs {
         members
     }
 
+    /// The same for a sentence: addresses and drivers.
+    pub(crate) fn others(&self, group: u32) -> String {
+        let others = self.in_the_way(group);
+        others.iter().map(|d| format!("{} ({})", d.address, d.owner())).collect::<Vec<_>>().join(" and ")
+    }
+
+    /// Where iommufd is.
+    pub(crate) fn iommu(&self) -> PathBuf {
+        self.dev.join("iommu")
+    }
+
+    /// Where the container and groups are.
+    pub(crate) fn vfio(&self) -> PathBuf {
+        self.dev.join("vfio")
+    }
+
+    /// The own node of the device at `address`: only vfio-pci's have one, under a kernel that gives them.
+    pub(crate) fn node(&self, address: PciAddress) -> Option<PathBuf> {
+        let all = entries(&self.device(address).join("vfio-dev"));
+        let nodes = all.iter().filter_map(|path| Some(self.vfio().join("devices").join(path.file_name()?)));
+        nodes.into_iter().find(|node| node.exists())
+    }
+
+    /// How the device at `address` gets behind the IOMMU where nobody says: through iommufd if that and the device's own
+    /// node are there and this user may open them, else through the container.
+    #[must_use]
+    pub fn way(&self, address: PciAddress) -> Iommu {
+        let opens = |path: &Path| fs::File::options().read(true).write(true).open(path).is_ok();
+        let node = self.node(address).filter(|node| opens(&self.iommu()) && opens(node));
+        if node.is_some() { Iommu::Iommufd } else { Iommu::Container }
+    }
+
     /// What the host does with the device at `address`: file systems, swap, volumes, interfaces that are up, machines.
     #[must_use]
     pub fn uses(&self, address: PciAddress) -> Vec<String> {
@@ -214,12 +246,24 @@ impl Sysfs {
         uses
     }
 
-    /// Whether a machine has the group of this device.
+    /// Whether a machine has this device or its group.
     #[must_use]
     pub fn is_taken(&self, device: &Described) -> bool {
         let Some(group) = device.group.filter(|_| device.driver.as_deref() == Some(VFIO_DRIVER)) else { return false };
-        let opened = fs::File::options().read(true).write(true).open(self.dev.join(format!("vfio/{group}")));
-        opened.is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY))
+        let opened = fs::File::options().read(true).write(true).open(self.vfio().join(group.to_string()));
+        match opened.map_err(|error| error.raw_os_error()) {
+            Err(Some(libc::EBUSY)) => true,
+            // A kernel without groups does not say who has a device: its node is in somebody's hands, or is not.
+            Err(Some(libc::ENOENT)) => self.node(device.address).is_some_and(|node| self.is_open(&node)),
+            _ => false,
+        }
+    }
+
+    /// Whether a process that this user may look into has the file at `path` open.
+    fn is_open(&self, path: &Path) -> bool {
+        let processes = entries(&self.proc).into_iter();
+        let files = processes.flat_map(|process| entries(&process.join("fd")));
+        files.into_iter().any(|file| fs::read_link(file).is_ok_and(|target| target == path))
     }
 
     /// Hands the device at `address` to vfio-pci; what it was before, if anything. A failure leaves it where it was. `force`

@@ -47,14 +47,15 @@ fn uring(host: &Host, made: io::Result<()>) -> Finding {
 
 fn iommu(host: &Host) -> Finding {
     let groups = host.list("sys/kernel/iommu_groups").len();
-    let vfio = host.opens("dev/vfio/vfio").is_ok();
+    let (vfio, iommufd) = (host.opens("dev/vfio/vfio").is_ok(), host.opens("dev/iommu").is_ok());
+    let does = |opens| if opens { "opens" } else { "doesn't open" };
     let found = Finding::ok(
         "iommu",
-        json!({"groups": groups, "vfio": vfio}),
-        format!("{groups} groups, /dev/vfio/vfio {}", if vfio { "opens" } else { "doesn't open" }),
+        json!({"groups": groups, "vfio": vfio, "iommufd": iommufd}),
+        format!("{groups} groups, /dev/vfio/vfio {}, /dev/iommu {}", does(vfio), does(iommufd)),
     );
     let cost = "no PCI devices can be passed through to guests";
-    match (groups, vfio) {
+    match (groups, vfio || iommufd) {
         (0, _) => found
             .lacking(cost, "turn on VT-d or AMD-Vi in the firmware and boot with intel_iommu=on (AMD: on by itself)"),
         (_, false) => found.lacking(cost, "modprobe vfio-pci, and bind a device to it"),
