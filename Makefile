@@ -15,7 +15,7 @@ BENCH_BLOCK ?=
 # Further options of `make bench-memory`, for instance BENCH_MEMORY="--max 4G --only lookups".
 BENCH_MEMORY ?=
 
-.PHONY: help demo test check unit fuzz e2e bench-exit bench-start bench-footprint bench-block bench-memory bench-passthrough stress build deps clean-cache
+.PHONY: help demo test check unit fuzz e2e e2e-iommufd bench-exit bench-start bench-footprint bench-block bench-memory bench-passthrough stress build deps clean-cache
 
 help: ## list these commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +39,10 @@ fuzz: ## each fuzz target for FUZZ_SECONDS (60)
 
 e2e: deps build ## the end-to-end tests in the lab: stock kernels and user space boot, disks, many CPUs, endings, refusals
 	scripts/e2e
+
+e2e-iommufd: deps build ## the end-to-end test of passthrough by iommufd, with a kernel that it builds first (8 minutes, once)
+	scripts/kernel-iommufd
+	scripts/e2e iommufd::
 
 stress: deps ## ten million interrupts for each controller while masks, vectors and CPUs change, counted on both sides (an hour)
 	scripts/stress $(STRESS)

@@ -12,6 +12,7 @@ use clap::Subcommand;
 
 use super::cache::Cache;
 use super::clone::{self, Bring, Job};
+use super::kernel::Kernel;
 use super::module;
 use super::qemu::Mode;
 use super::session::Stream;
@@ -52,6 +53,9 @@ pub enum Verb {
         /// With an IOMMU, and devices to hand to a guest: an NVMe disk and a network card
         #[arg(long, conflicts_with = "counted")]
         passthrough: bool,
+        /// The machine's kernel instead of the guests': a folder such as scripts/kernel-iommufd makes
+        #[arg(long, value_name = "FOLDER", conflicts_with = "counted")]
+        kernel: Option<PathBuf>,
         /// Files to bring along, as HERE:THERE
         #[arg(long = "put", value_name = "HERE:THERE")]
         files: Vec<String>,
@@ -81,10 +85,10 @@ extern "C" fn note(signal: libc::c_int) {
     SIGNAL.store(signal, Ordering::Relaxed);
 }
 
-/// The machine's snapshot, made if it is not there; says what it is doing meanwhile.
-fn saved(cache: &Cache, mode: Mode) -> Result<Snapshot> {
+/// The snapshot of the machine with `kernel` or the guests', made if it is not there; says what it is doing meanwhile.
+fn saved(cache: &Cache, mode: Mode, kernel: Option<&Kernel>) -> Result<Snapshot> {
     let making = Making::new();
-    Snapshot::get(cache, mode, &|| false, &|step, done| making.tell(step, done))
+    Snapshot::get(cache, (mode, kernel), &|| false, &|step, done| making.tell(step, done))
 }
 
 /// Does what `verb` says and gives the exit code of this program.
@@ -100,7 +104,7 @@ pub fn run(verb: Verb) -> Result<u8> {
                 eprintln!("tare-lab: the lab machine is up already");
                 return Ok(0);
             }
-            let snapshot = saved(&cache, Mode::Threaded)?;
+            let snapshot = saved(&cache, Mode::Threaded, None)?;
             standing.up(&snapshot, &|| false)?;
         }
         Verb::Exec { command } => {
@@ -113,7 +117,7 @@ pub fn run(verb: Verb) -> Result<u8> {
             standing.put(&source, &target, mode_of(&source)?)?;
         }
         Verb::Get { source, target } => standing.get(&source, &target)?,
-        Verb::Once { counted, passthrough, files, clock_limit, real_limit, command } => {
+        Verb::Once { counted, passthrough, kernel, files, clock_limit, real_limit, command } => {
             let mode = match (counted, passthrough) {
                 (true, _) => Mode::Counted,
                 (_, true) => Mode::Passthrough,
@@ -127,7 +131,8 @@ pub fn run(verb: Verb) -> Result<u8> {
                 real_limit: seconds(real_limit)?,
                 quiet: counted,
             };
-            let snapshot = saved(&cache, mode)?;
+            let kernel = kernel.map(|folder| Kernel::at(&folder)).transpose()?;
+            let snapshot = saved(&cache, mode, kernel.as_ref())?;
             let outcome = clone::run(&cache, &snapshot, &job, &|| false)?;
             print(Stream::Out, &outcome.stdout)?;
             print(Stream::Err, &outcome.stderr)?;
@@ -144,7 +149,7 @@ pub fn run(verb: Verb) -> Result<u8> {
         }
         Verb::Make => {
             for mode in [Mode::Counted, Mode::Threaded] {
-                saved(&cache, mode)?;
+                saved(&cache, mode, None)?;
             }
         }
         Verb::Module => {

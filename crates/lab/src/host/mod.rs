@@ -3,12 +3,13 @@
 //!
 //! [`snapshot::Snapshot::get`] makes everything once (`image` cooks `recipe`, `qemu` boots it, `cache` keeps it);
 //! [`clone::run`] runs one job in a fresh copy, for samples; [`standing::Standing`] is the one that stays, for hands and
-//! functional tests. `mend` works around a fault of the software CPU; `session` talks to the agent inside through shared memory, `qmp` to QEMU.
+//! functional tests. `kernel` is one that a machine has instead of the guests' own. `mend` works around a fault of the software CPU; `session` talks to the agent inside through shared memory, `qmp` to QEMU.
 
 pub mod cache;
 pub mod cli;
 pub mod clone;
 pub mod image;
+pub mod kernel;
 pub mod mend;
 pub mod module;
 pub mod process;

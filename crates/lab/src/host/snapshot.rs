@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail};
 
 use super::cache::{Cache, Key};
 use super::image::{self, Guest};
+use super::kernel::Kernel;
 use super::process::output;
 use super::qemu::{self, Machine, Mode};
 use super::session::{Session, Stream, Watch};
@@ -42,22 +43,34 @@ pub struct Snapshot {
     mode: Mode,
     folder: PathBuf,
     guest: Guest,
+    /// What the machine was booted with.
+    kernel: PathBuf,
 }
 
 impl Snapshot {
-    /// The snapshot of a machine in `mode`, made (with all it needs) unless it is there.
+    /// The snapshot of a machine in `mode`, made (with all it needs) unless it is there. It runs `kernel`, or that of the
+    /// guests.
     ///
     /// # Errors
     /// When a tool is missing or fails, or the machine does not come up.
-    pub fn get(cache: &Cache, mode: Mode, stop: &dyn Fn() -> bool, progress: Progress<'_>) -> Result<Self> {
+    pub fn get(
+        cache: &Cache,
+        (mode, kernel): (Mode, Option<&Kernel>),
+        stop: &dyn Fn() -> bool,
+        progress: Progress<'_>,
+    ) -> Result<Self> {
         let agent = find_agent()?;
         let (guest, root) = image::both(cache, progress)?;
-        let kind = format!("snapshot-{}", mode.name());
-        let folder = cache.get(&kind, key(mode)?, &mut |folder| {
-            build(mode, folder, &Parts { guest: &guest, root: &root, agent: &agent }, stop, progress)
+        let (kind, key) = match kernel {
+            None => (format!("snapshot-{}", mode.name()), key(mode)?),
+            Some(kernel) => (format!("snapshot-{}-kernel", mode.name()), kernel.keyed(key(mode)?)?),
+        };
+        let folder = cache.get(&kind, key, &mut |folder| {
+            build(mode, folder, &Parts { guest: &guest, root: &root, agent: &agent, kernel }, stop, progress)
                 .with_context(|| format!("making the {} lab machine", mode.name()))
         })?;
-        Ok(Self { mode, folder, guest })
+        let kernel = kernel.map_or_else(|| guest.kernel(), Kernel::image);
+        Ok(Self { mode, folder, guest, kernel })
     }
 
     /// Its mode.
@@ -83,7 +96,7 @@ impl Snapshot {
     /// # Errors
     /// When QEMU can't start or refuses the state.
     pub fn restore(&self, folder: &Path) -> Result<Machine> {
-        Machine::restore(self.mode, folder, &self.memory(), &self.guest.kernel(), &self.state())
+        Machine::restore(self.mode, folder, &self.memory(), &self.kernel, &self.state())
     }
 
     /// A paused machine in `folder` that outlives this process.
@@ -91,7 +104,7 @@ impl Snapshot {
     /// # Errors
     /// When QEMU can't start or refuses the state.
     pub fn restore_standing(&self, folder: &Path) -> Result<Machine> {
-        Machine::restore_standing(self.mode, folder, &self.memory(), &self.guest.kernel(), &self.state())
+        Machine::restore_standing(self.mode, folder, &self.memory(), &self.kernel, &self.state())
     }
 
     fn memory(&self) -> PathBuf {
@@ -103,7 +116,7 @@ impl Snapshot {
     }
 }
 
-/// Everything a saved machine depends on.
+/// Everything a saved machine depends on, but for a kernel of its own.
 pub(super) fn key(mode: Mode) -> Result<Key> {
     Ok(recipe::machine_key()
         .with("mode", mode.name())
@@ -122,18 +135,22 @@ struct Parts<'a> {
     root: &'a Path,
     /// The agent's program.
     agent: &'a Path,
+    /// Its kernel, if that is not the guests'.
+    kernel: Option<&'a Kernel>,
 }
 
 fn build(mode: Mode, folder: &Path, parts: &Parts<'_>, stop: &dyn Fn() -> bool, progress: Progress<'_>) -> Result<()> {
-    let Parts { guest, root, agent } = *parts;
+    let Parts { guest, root, agent, kernel } = *parts;
     progress("lab machine: booting it for the first time", Some(0.65));
     let initrd = folder.join("initrd");
     let mut joined = File::create(&initrd)?;
-    for part in [root, &image::agent_archive(agent, folder)?] {
-        std::io::copy(&mut File::open(part)?, &mut joined).with_context(|| format!("append {}", part.display()))?;
+    let parts = [root.to_owned(), image::agent_archive(agent, folder)?];
+    for part in parts.into_iter().chain(kernel.map(Kernel::modules)) {
+        std::io::copy(&mut File::open(&part)?, &mut joined).with_context(|| format!("append {}", part.display()))?;
     }
     let run = folder.join("run");
-    let mut machine = Machine::boot(mode, &run, &folder.join("memory"), &guest.kernel(), &initrd)?;
+    let image = kernel.map_or_else(|| guest.kernel(), Kernel::image);
+    let mut machine = Machine::boot(mode, &run, &folder.join("memory"), &image, &initrd)?;
     machine.await_agent(BOOT, stop)?;
     progress("lab machine: filling its disk", Some(0.8));
     let mailbox = machine.mailbox();

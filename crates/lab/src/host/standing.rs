@@ -13,6 +13,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 use super::cache::{Cache, Key};
+use super::kernel::Kernel;
 use super::process::start_of;
 use super::qemu;
 use super::session::{Exit, Session, Sink, Watch};
@@ -178,6 +179,7 @@ impl Standing {
                 "threaded": place("snapshot-threaded", super::snapshot::key(qemu::Mode::Threaded)?),
                 "passthrough": place("snapshot-passthrough", super::snapshot::key(qemu::Mode::Passthrough)?),
             },
+            "kernels": { "iommufd": Kernel::iommufd(cache).map(|kernel| kernel.folder().display().to_string()) },
             "inside": { "disk": inside::DISK, "kernel": inside::KERNEL, "initrd": inside::INITRD, "bin": inside::BIN },
         }))
     }

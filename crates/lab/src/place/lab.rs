@@ -53,7 +53,7 @@ impl Lab {
     /// Makes the lab machine, or finds it in the cache.
     pub fn open(mode: Mode, tare: Option<&Path>, progress: Progress<'_>) -> Result<Self> {
         let cache = Cache::open()?;
-        let snapshot = Snapshot::get(&cache, mode, &interrupt::asked, progress)?;
+        let snapshot = Snapshot::get(&cache, (mode, None), &interrupt::asked, progress)?;
         let release = snapshot.guest().release()?;
         let paths = Paths {
             kernel: inside::KERNEL.to_owned(),

@@ -47,7 +47,7 @@ small_initrd() {
     mkdir -p /lab/stock
     mount -o loop,ro /lab/root.ext4 /lab/stock
     # shellcheck disable=SC2046
-    pack_initrd /lab/small.img $(modprobe -d /lab/stock -S "$(uname -r)" --show-depends -a \
+    pack_initrd /lab/small.img $(modprobe -d /lab/stock -S "$(ls /lab/stock/lib/modules)" --show-depends -a \
         virtio_pci virtio_blk virtio_console virtio_rng pvpanic-mmio | awk '$1 == "insmod" && !seen[$2]++ { print $2 }')
     umount /lab/stock
 }
@@ -72,10 +72,12 @@ passthrough_devices() {
 
 # kept_card ADDRESS: the card at the other end of that wire, which stays here, is up with this address.
 kept_card() {
-    mkdir -p /lab/stock
-    mount -o loop,ro /lab/root.ext4 /lab/stock
-    modprobe -d /lab/stock virtio_pci
-    umount /lab/stock
+    if ! [ -e /sys/bus/pci/drivers/virtio-pci ]; then
+        mkdir -p /lab/stock
+        mount -o loop,ro /lab/root.ext4 /lab/stock
+        modprobe -d /lab/stock virtio_pci
+        umount /lab/stock
+    fi
     until kept=$(ls /sys/bus/pci/devices/0000:03:00.0/virtio*/net 2>/dev/null) && [ -n "$kept" ]; do sleep 0.2; done
     ip addr add "$1" dev "$kept"
     ip link set "$kept" up
@@ -155,6 +157,15 @@ pub enum Place {
     Counted,
     /// The one with an IOMMU and devices to hand on.
     Passthrough,
+    /// The same with a kernel that has iommufd.
+    Iommufd,
+}
+
+/// The folder of the lab machine's kernel with iommufd, if it was built.
+pub fn iommufd_kernel() -> Option<String> {
+    let output = tare_lab(&["host", "info"]).output().ok()?;
+    let info: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
+    Some(info["kernels"]["iommufd"].as_str()?.to_owned())
 }
 
 /// Runs `script` with bash in a fresh copy of the lab machine that has `tare` and the named files.
@@ -173,8 +184,11 @@ pub fn script_in(place: Place, script: &str, files: &[(PathBuf, &str)]) -> Print
     if let Err(error) = std::fs::write(&text, format!("{PRELUDE}\n{script}\necho \"== over\"\n")) {
         panic!("{}: {error}", text.display());
     }
-    let place = if place == Place::Counted { "--counted" } else { "--passthrough" };
-    let mut command = tare_lab(&["host", "once", place, "--clock-limit", "1800", "--real-limit", "1800"]);
+    let mode = if place == Place::Counted { "--counted" } else { "--passthrough" };
+    let mut command = tare_lab(&["host", "once", mode, "--clock-limit", "1800", "--real-limit", "1800"]);
+    if place == Place::Iommufd {
+        command.arg("--kernel").args(iommufd_kernel());
+    }
     if let Some(irqchip) = irqchip() {
         let with = scratch.path().join("tare");
         let written = std::fs::write(&with, WITH_IRQCHIP.replace("IRQCHIP", &irqchip))

@@ -11,6 +11,7 @@ mod boots;
 mod disks;
 mod endings;
 mod hotplug;
+mod iommufd;
 mod kernels;
 mod killed;
 mod lab;
