@@ -358,6 +358,9 @@ mod tests {
             };
             assert_eq!(after, if when == When::Off { 0 } else { 16 << 20 }, "{name}");
             assert!(startup.line().contains(&format!("prealloc {name} by {threads} threads")));
+            assert!(startup.line().ends_with("of them huge"));
+            startup.iommu = Some(Iommu::Iommufd);
+            assert!(startup.line().ends_with("of them huge; devices by iommufd"));
         }
     }
 

@@ -90,6 +90,9 @@ tare passthrough unbind $NVME
 until [ -b /dev/nvme0n1 ]; do sleep 0.2; done
 echo "again $(eval "$SUM")"
 tare passthrough bind $NVME
+echo "== restarts"
+BLOCK='bs=4k count=1 seek=100000 oflag=direct conv=sync'
+guest 'n=$(dd if=/dev/nvme0n1 bs=4k count=1 skip=100000 iflag=direct 2>/dev/null | grep -c line);echo boot $n;yes line | head -n $((n+1)) | dd of=/dev/nvme0n1 '"$BLOCK"' 2>/dev/null;[ $n = 1 ] || echo b >/proc/sysrq-trigger;echo o >/proc/sysrq-trigger;sleep 60' --vfio $NVME 2>&1
 echo "== plugged"
 THERE='there() { until [ -b /dev/nvme0n1 ];do sleep 0.1;done; }'
 GONE='while [ -b /dev/nvme0n1 ];do sleep 0.1;done;sleep 1;echo gone'
@@ -149,6 +152,8 @@ cat /lab/out
     assert!(busy[5].ends_with("a machine has it") && busy[6].contains("is in use, a machine has its"), "{printed:#?}");
     assert_eq!([busy[2], busy[4], busy[7]], ["status 2"; 3], "{printed:#?}");
     assert!(printed.part("back").contains("0000:01:00.0 nvme\n"), "{printed:#?}");
+    let restarts = printed.part("restarts");
+    assert!(restarts.contains("boot 0") && restarts.contains("boot 1") && restarts.contains("status 0"), "{printed:#?}");
     let plugged = lines("plugged");
     assert_eq!(plugged[0], "status 0", "{printed:#?}");
     assert!(plugged[1].contains("0000:02:00.0 has iommu=container, and other devices"), "{printed:#?}");
