@@ -251,8 +251,12 @@ fn unbindable(sysfs: &Sysfs, (address, group): (PciAddress, u32), path: &Path, s
     let others = sysfs.others(group);
     let what = format!("put {address} behind the IOMMU");
     match source.raw_os_error() {
-        Some(libc::EBUSY) if !others.is_empty() => VfioError::Shared { address, group, others },
+        // The kernel says that the group has another owner, a driver or a process, with the word that it has for interrupts.
+        Some(libc::EBUSY | libc::EPERM) if !others.is_empty() => VfioError::Shared { address, group, others },
         Some(libc::EBUSY) => in_use(address, &sysfs.vfio().join(group.to_string())),
+        Some(libc::EPERM) if sysfs.describe(address).is_ok_and(|device| sysfs.is_taken(&device)) => {
+            in_use(address, &sysfs.vfio().join(group.to_string()))
+        }
         Some(libc::EINVAL) => in_use(address, path),
         Some(libc::EPERM) => VfioError::Host {
             what,

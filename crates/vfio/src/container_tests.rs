@@ -109,12 +109,20 @@ fn refusals_of_the_kernel_have_names() {
         said(7, libc::EBUSY).contains("dev/vfio/7: --vfio; end that machine first"),
         "somebody has it the other way"
     );
-    let shared = said(8, libc::EBUSY);
-    assert!(shared.contains("group 8 has 0000:02:00.0 (e1000e) too: --vfio; hand those over"), "{shared}");
+    for code in [libc::EBUSY, libc::EPERM] {
+        let shared = said(8, code);
+        assert!(shared.contains("group 8 has 0000:02:00.0 (e1000e) too: --vfio; hand those over"), "{shared}");
+    }
     let unsafe_interrupts = said(7, libc::EPERM);
     assert!(unsafe_interrupts.starts_with("cannot put 0000:01:00.0 behind the IOMMU: Operation not permitted"));
     assert!(unsafe_interrupts.contains("iommufd.allow_unsafe_interrupts=1"), "{unsafe_interrupts}");
     assert!(said(7, libc::EIO).ends_with("the host's kernel log says more"));
+    fs::create_dir_all(folder.path().join("proc/17/fd")).unwrap();
+    symlink(&node, folder.path().join("proc/17/fd/5")).unwrap();
+    assert!(
+        said(7, libc::EPERM).contains("dev/vfio/7: --vfio; end that machine first"),
+        "its group is another process's"
+    );
 }
 
 #[test]

@@ -165,8 +165,8 @@ impl NodeFd {
     /// Makes the device this process's and that of `ioas`'s descriptor. KVM has to have been told before.
     ///
     /// # Errors
-    /// The host's: `EBUSY` where its group is not free, `EINVAL` where the device itself is not, `EPERM` where nothing keeps
-    /// its interrupts apart.
+    /// The host's: `EBUSY` or `EPERM` where its group is not free, `EINVAL` where the device itself is not, `EPERM` where
+    /// nothing keeps its interrupts apart.
     pub fn bind(&self, ioas: &Ioas) -> io::Result<()> {
         let mut bind = vfio_device_bind_iommufd {
             argsz: size_of::<vfio_device_bind_iommufd>() as u32,

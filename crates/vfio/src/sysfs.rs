@@ -259,9 +259,13 @@ impl Sysfs {
         }
     }
 
-    /// Whether a process that this user may look into has the file at `path` open.
+    /// Whether another process that this user may look into has the file at `path` open.
     fn is_open(&self, path: &Path) -> bool {
-        let processes = entries(&self.proc).into_iter();
+        let other = |process: &PathBuf| {
+            let number = process.file_name().and_then(|name| name.to_str()?.parse::<u32>().ok());
+            number.is_some_and(|number| number != std::process::id())
+        };
+        let processes = entries(&self.proc).into_iter().filter(other);
         let files = processes.flat_map(|process| entries(&process.join("fd")));
         files.into_iter().any(|file| fs::read_link(file).is_ok_and(|target| target == path))
     }

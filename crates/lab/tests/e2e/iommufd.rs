@@ -128,7 +128,7 @@ cat /lab/out
     let both =
         "tare: 0000:02:00.0 has iommu=container, and other devices of the machine are behind iommu=iommufd: --vfio; ";
     assert!(refused[0].starts_with(both), "{printed:#?}");
-    assert!(refused[2].contains("`type1` is not a way behind the IOMMU: --vfio iommu; use auto"), "{printed:#?}");
+    assert!(refused[2].contains("`type1` is not a way behind the IOMMU: --vfio.iommu; use auto"), "{printed:#?}");
     assert!(refused[4].starts_with("tare: 0000:04:00.1 can't leave the host alone, group "), "{printed:#?}");
     assert!(refused[4].contains("has 0000:04:00.0 (virtio-pci) too: --vfio; hand those over"), "{printed:#?}");
     assert_eq!([refused[1], refused[3], refused[5]], ["status 2"; 3], "{printed:#?}");
@@ -153,7 +153,10 @@ cat /lab/out
     assert_eq!([busy[2], busy[4], busy[7]], ["status 2"; 3], "{printed:#?}");
     assert!(printed.part("back").contains("0000:01:00.0 nvme\n"), "{printed:#?}");
     let restarts = printed.part("restarts");
-    assert!(restarts.contains("boot 0") && restarts.contains("boot 1") && restarts.contains("status 0"), "{printed:#?}");
+    assert!(
+        restarts.contains("boot 0") && restarts.contains("boot 1") && restarts.contains("status 0"),
+        "{printed:#?}"
+    );
     let plugged = lines("plugged");
     assert_eq!(plugged[0], "status 0", "{printed:#?}");
     assert!(plugged[1].contains("0000:02:00.0 has iommu=container, and other devices"), "{printed:#?}");
