@@ -209,7 +209,7 @@ const FLAGS: &[Flag] = &[
         help: &[
             "a PCI device of the host that the guest gets, such as 0000:03:00.0;",
             "give it again for more (`tare passthrough` makes it ready);",
-            "[,iommu=auto|iommufd|container]: the way behind the IOMMU, alike for all",
+            "[,iommu=iommufd|container] the way behind the IOMMU [auto]",
         ],
         set: |t, v| {
             t.vfio.get_or_insert_default().push(Said(Vfio::from_text(&utf8("vfio", v)?)?));
