@@ -6,21 +6,7 @@ use std::io::Write;
 
 use crate::lab::{Place, iommufd_kernel, script_in};
 
-/// What `passthrough` and `hotplug` show of the container, by each device's own node: a stock guest verifies a disk and moves
-/// packets through a card; devices come and go; refusals have names; and the container is still there for who wants it.
-#[test]
-#[ignore = "needs the lab: make e2e-iommufd"]
-fn a_guest_has_a_disk_and_a_card_of_the_host_by_iommufd() {
-    if iommufd_kernel().is_none() {
-        // Past the harness, which keeps what a test prints that passes.
-        let line =
-            "skipped: this lab has no kernel with iommufd; `make e2e-iommufd` builds it (scripts/kernel-iommufd)\n";
-        let _ = std::io::stderr().write_all(line.as_bytes());
-        return;
-    }
-    let printed = script_in(
-        Place::Iommufd,
-        r#"
+const SCRIPT: &str = r#"
 passthrough_devices
 SUM='dd if=/dev/nvme0n1 bs=1M skip=512 count=4 iflag=direct 2>/dev/null | sha256sum'
 ctl() { tare ctl --api /lab/socket "$@" 2>&1; echo "status $?"; }
@@ -111,9 +97,21 @@ held
 wait
 echo "== out"
 cat /lab/out
-"#,
-        &[],
-    );
+"#;
+
+/// What `passthrough` and `hotplug` show of the container, by each device's own node: a stock guest verifies a disk and moves
+/// packets through a card; devices come and go; refusals have names; and the container is still there for who wants it.
+#[test]
+#[ignore = "needs the lab: make e2e-iommufd"]
+fn a_guest_has_a_disk_and_a_card_of_the_host_by_iommufd() {
+    if iommufd_kernel().is_none() {
+        // Past the harness, which keeps what a test prints that passes.
+        let line =
+            "skipped: this lab has no kernel with iommufd; `make e2e-iommufd` builds it (scripts/kernel-iommufd)\n";
+        let _ = std::io::stderr().write_all(line.as_bytes());
+        return;
+    }
+    let printed = script_in(Place::Iommufd, SCRIPT, &[]);
     let lines = |part: &str| printed.part(part).lines().map(str::trim_end).collect::<Vec<_>>();
     let sum = |part: &str, name: &str| {
         let line = printed.part(part).lines().find_map(|line| line.trim_end().strip_prefix(name).map(str::to_owned));
