@@ -239,7 +239,14 @@ fn disks() {
 
 #[test]
 fn a_read_only_disk_asked_for_writing() {
+    // SAFETY: no pointers.
+    let superuser = unsafe { libc::geteuid() } == 0;
+    let mode = fs::metadata("/dev/kvm").map_or(0, |node| node.mode());
     if !has_kvm() {
+        return;
+    }
+    if superuser && mode & 0o060 != 0o060 && mode & 0o006 != 0o006 {
+        println!("skipped: /dev/kvm is the superuser's alone, whom a disk's mode does not stop");
         return;
     }
     let place = Place::new();
