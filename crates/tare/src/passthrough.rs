@@ -138,11 +138,12 @@ fn obstacle(sysfs: &Sysfs, device: &Described) -> String {
         return format!("shares its group with {}", others.join(", "));
     }
     if device.driver.as_deref() == Some(VFIO_DRIVER) {
-        return match sysfs.way(device.address) {
-            _ if sysfs.is_taken(device) => "a machine has it".to_owned(),
-            Iommu::Iommufd => "nothing: ready, by iommufd".to_owned(),
-            _ => "nothing: ready".to_owned(),
-        };
+        // Asked first: the way is found out by opening what a machine may have.
+        if sysfs.is_taken(device) {
+            return "a machine has it".to_owned();
+        }
+        let by = if sysfs.way(device.address) == Iommu::Iommufd { ", by iommufd" } else { "" };
+        return format!("nothing: ready{by}");
     }
     sysfs.uses(device.address).into_iter().next().unwrap_or_else(|| "bind it".to_owned())
 }
