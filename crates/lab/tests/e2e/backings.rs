@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use testkit::Code;
 
 use crate::lab::script;
 
@@ -121,72 +122,49 @@ const POOLED: u32 = 96 << 20;
 /// From here on nobody but the guest writes.
 const FREE: u32 = 32 << 20;
 
-/// An ELF kernel of one segment, entered in 64-bit mode at its start: `code`.
-fn elf(code: &[u8]) -> Vec<u8> {
-    const AT: u64 = 16 << 20;
-    let len = code.len() as u64;
-    let mut file = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0".to_vec();
-    file.extend([2u16, 62, 1, 0].map(u16::to_le_bytes).concat()); // executable, x86_64, version 1
-    file.extend([AT, 64, 0].map(u64::to_le_bytes).concat()); // entry, program headers, no sections
-    file.extend([0u16, 0, 64, 56, 1, 0, 0, 0].map(u16::to_le_bytes).concat());
-    file.extend([1u32, 5].map(u32::to_le_bytes).concat()); // PT_LOAD, read and execute
-    file.extend([4096, AT, AT, len, len, 4096].map(u64::to_le_bytes).concat());
-    file.resize(4096, 0);
-    file.extend(code);
-    file
-}
-
-/// mov dx, 0x3f8; mov al, byte; out dx, al for each byte; then power off, or sleep for ever.
-fn say(text: &str, off: bool) -> Vec<u8> {
-    let out = |port: u16, byte: u8| [0x66, 0xba, port as u8, (port >> 8) as u8, 0xb0, byte, 0xee];
-    let mut code: Vec<u8> = text.bytes().flat_map(|byte| out(0x3f8, byte)).collect();
-    code.extend(if off { out(0x600, 5 << 2 | 1 << 5).to_vec() } else { Vec::new() });
-    code.extend([0xf4, 0xeb, 0xfd]);
-    code
+/// `code` as a kernel.
+fn elf(code: &Code) -> Vec<u8> {
+    code.elf(16 << 20)
 }
 
 /// Writes a pattern all over its memory, says `filled`, and ends or sleeps.
 fn filler(off: bool) -> Vec<u8> {
+    let mut code = Code::new();
     // mov rax, pattern; mov edi, FREE; mov ecx, words; cld; rep stosq
-    let mut code = vec![0x48, 0xb8];
-    code.extend(0x7365_6372_6574_2121u64.to_le_bytes());
-    code.extend(all_words());
-    code.extend([0xfc, 0xf3, 0x48, 0xab]);
-    code.extend(say("filled\n", off));
-    elf(&code)
+    code.bytes(&[0x48, 0xb8]).bytes(&0x7365_6372_6574_2121u64.to_le_bytes());
+    all_words(&mut code).bytes(&[0xfc, 0xf3, 0x48, 0xab]).say("filled\n");
+    if off {
+        code.power_off();
+    }
+    elf(code.halt())
 }
 
 /// mov edi, FREE; mov ecx, words
-fn all_words() -> Vec<u8> {
-    let mut code = vec![0xbf];
-    code.extend(FREE.to_le_bytes());
-    code.push(0xb9);
-    code.extend(((POOLED - FREE) / 8).to_le_bytes());
-    code
+fn all_words(code: &mut Code) -> &mut Code {
+    code.bytes(&[0xbf]).bytes(&FREE.to_le_bytes()).bytes(&[0xb9]).bytes(&((POOLED - FREE) / 8).to_le_bytes())
 }
 
 /// Compares all words with a register, by the code of `cmp [rdi], register`: says `same`, or `other`.
-fn compare(register: u8, same: &str, other: &str) -> Vec<u8> {
-    let fine = say(same, true);
-    let mut code = all_words();
+fn compare<'a>(code: &'a mut Code, register: u8, same: &str, other: &str) -> &'a mut Code {
+    let mut fine = Code::new();
+    let fine = fine.say(same).power_off().halt().as_bytes();
     // L: cmp [rdi], register; jne other; add rdi, 8; dec ecx; jnz L
-    code.extend([0x48, 0x39, register, 0x75, 8 + fine.len() as u8, 0x48, 0x83, 0xc7, 8, 0xff, 0xc9, 0x75, 0xf3]);
-    code.extend(fine);
-    code.extend(say(other, true));
-    code
+    let step = [0x48, 0x39, register, 0x75, 8 + fine.len() as u8, 0x48, 0x83, 0xc7, 8, 0xff, 0xc9, 0x75, 0xf3];
+    all_words(code).bytes(&step).bytes(fine).say(other).power_off().halt()
 }
 
 /// Looks at all of its memory, and says whether it was as new.
 fn searcher() -> Vec<u8> {
     // xor eax, eax, which [rdi] is then compared with
-    elf(&[vec![0x31, 0xc0], compare(0x07, "all zero\n", "somebody's\n")].concat())
+    elf(compare(Code::new().bytes(&[0x31, 0xc0]), 0x07, "all zero\n", "somebody's\n"))
 }
 
 /// Writes each word's address to it, and says whether all of them are there then.
 fn checker() -> Vec<u8> {
+    let mut code = Code::new();
     // L: mov [rdi], rdi; add rdi, 8; dec ecx; jnz L
-    let write = vec![0x48, 0x89, 0x3f, 0x48, 0x83, 0xc7, 8, 0xff, 0xc9, 0x75, 0xf5];
-    elf(&[all_words(), write, compare(0x3f, "as written\n", "otherwise\n")].concat())
+    all_words(&mut code).bytes(&[0x48, 0x89, 0x3f, 0x48, 0x83, 0xc7, 8, 0xff, 0xc9, 0x75, 0xf5]);
+    elf(compare(&mut code, 0x3f, "as written\n", "otherwise\n"))
 }
 
 /// A kernel, written into `folder`, and where the lab machine has it.

@@ -43,19 +43,9 @@ prlimit --memlock=$((100 << 20)) --pid $$
 as_user --vfio $CARD
 prlimit --memlock=unlimited --pid $$
 tare passthrough list | grep -E "$CARD"
-in_stock_root work '
-fio --name=v --filename=/dev/nvme0n1 --rw=randwrite --bs=4k --size=8M --ioengine=libaio --direct=1 --iodepth=16 \
-    --verify=crc32c --do_verify=1 --verify_fatal=1 >/tmp/fio
-echo "fio $?"
+in_stock_root work "$VERIFY_DISK"'
 echo "inside $('"$SUM"')"
-modprobe vmxnet3
-card=$(ls /sys/bus/pci/drivers/vmxnet3/0000:*/net)
-ip addr add 10.9.0.2/24 dev $card
-ip link set $card up
-for try in 1 2 3 4 5 6 7 8; do ping -c 1 -W 1 10.9.0.1 >/dev/null 2>&1 && break; done
-iperf3 -c 10.9.0.1 -n 4M | grep -E "sender|receiver"
-echo "iperf3 ${PIPESTATUS[0]}"
-'
+'"$FILL_WIRE"
 iperf3 -s -D
 echo "== guest"
 MEMORY=size=512M,prealloc=parallel LIMIT=400 guest "$ROOT;chroot /mnt bash /work;umount /mnt/*;umount /mnt;$OFF" \

@@ -83,6 +83,23 @@ kept_card() {
     ip link set "$kept" up
 }
 
+# For in_stock_root, in a guest that was given that disk and that card: fio verifies what it wrote; iperf3 fills the wire to the
+# kept card at 10.9.0.1.
+VERIFY_DISK='
+fio --name=v --filename=/dev/nvme0n1 --rw=randwrite --bs=4k --size=8M --ioengine=libaio --direct=1 --iodepth=16 \
+    --verify=crc32c --do_verify=1 --verify_fatal=1 >/tmp/fio
+echo "fio $?"
+'
+FILL_WIRE='
+modprobe vmxnet3
+card=$(ls /sys/bus/pci/drivers/vmxnet3/0000:*/net)
+ip addr add 10.9.0.2/24 dev $card
+ip link set $card up
+for try in 1 2 3 4 5 6 7 8; do ping -c 1 -W 1 10.9.0.1 >/dev/null 2>&1 && break; done
+iperf3 -c 10.9.0.1 -n 4M | grep -E "sender|receiver"
+echo "iperf3 ${PIPESTATUS[0]}"
+'
+
 # in_stock_root NAME TEXT: a script in the root of the guests' disk.
 in_stock_root() {
     mkdir -p /lab/stock

@@ -27,7 +27,6 @@ frames /lab/nobody/graph.svg
 echo "== bar"
 script -qec "tare ${RUN[*]@Q} --memory 1G,pages=4K,prealloc=touch" /dev/null </dev/null | tr '\r' '\n' | grep -o 'memory .*GiB/s'
 echo "== limit"
-mkdir -p /sys/fs/cgroup/small
 mount -t cgroup2 c /sys/fs/cgroup 2>/dev/null
 mkdir -p /sys/fs/cgroup/small
 echo +memory >/sys/fs/cgroup/cgroup.subtree_control
