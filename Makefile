@@ -40,7 +40,7 @@ fuzz: ## each fuzz target for FUZZ_SECONDS (60)
 e2e: deps build ## the end-to-end tests in the lab: stock kernels and user space boot, disks, many CPUs, endings, refusals
 	scripts/e2e
 
-e2e-iommufd: deps build ## the end-to-end test of passthrough by iommufd, with a kernel that it builds first (8 minutes, once)
+e2e-iommufd: deps build ## the end-to-end test of passthrough by iommufd, with a kernel that it builds first (once)
 	scripts/kernel-iommufd
 	scripts/e2e iommufd::
 

@@ -17,6 +17,12 @@ const MONITOR: i32 = 3;
 /// The unprivileged user.
 const NOBODY: u32 = 65534;
 
+/// Whether files' modes are no obstacle to these tests.
+fn is_superuser() -> bool {
+    // SAFETY: no pointers.
+    unsafe { libc::geteuid() == 0 }
+}
+
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
@@ -54,8 +60,7 @@ impl Place {
 
     /// The same as an unprivileged user, whatever this user is; the binary and the folder are made reachable.
     fn run_unprivileged(&self, args: &[&str]) -> Command {
-        // SAFETY: no pointers.
-        if unsafe { libc::geteuid() } != 0 {
+        if !is_superuser() {
             return self.run(args);
         }
         let binary = self.path("tare");
@@ -239,13 +244,11 @@ fn disks() {
 
 #[test]
 fn a_read_only_disk_asked_for_writing() {
-    // SAFETY: no pointers.
-    let superuser = unsafe { libc::geteuid() } == 0;
     let mode = fs::metadata("/dev/kvm").map_or(0, |node| node.mode());
     if !has_kvm() {
         return;
     }
-    if superuser && mode & 0o060 != 0o060 && mode & 0o006 != 0o006 {
+    if is_superuser() && mode & 0o060 != 0o060 && mode & 0o006 != 0o006 {
         println!("skipped: /dev/kvm is the superuser's alone, whom a disk's mode does not stop");
         return;
     }
