@@ -41,6 +41,10 @@ const MSI_BASE: u64 = 0xfee0_0000;
 /// A message of a level: it has one, and it is asserted.
 const MSI_LEVEL: u32 = 1 << 15 | 1 << 14;
 
+/// So many interrupts of one level in a row, its line asserted all the time, are a storm: a guest that ends them and does
+/// nothing about them. (The kernel's own chip has the same figure.)
+const STORM: u16 = 10_000;
+
 /// What an entry delivers, bits 10:8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
@@ -112,6 +116,8 @@ pub struct IoApic {
     entries: Vec<Entry>,
     /// Which lines are asserted.
     asserted: Vec<bool>,
+    /// How many interrupts of each line have ended since it was not asserted.
+    ends: Vec<u16>,
 }
 
 impl IoApic {
@@ -119,7 +125,7 @@ impl IoApic {
     #[must_use]
     pub fn new(pins: u8) -> Self {
         let pins = usize::from(pins.clamp(1, 120));
-        Self { select: 0, id: 0, entries: vec![Entry(MASKED); pins], asserted: vec![false; pins] }
+        Self { select: 0, id: 0, entries: vec![Entry(MASKED); pins], asserted: vec![false; pins], ends: vec![0; pins] }
     }
 
     /// Number of pins.
@@ -181,20 +187,30 @@ impl IoApic {
         let line = self.asserted.get_mut(index)?;
         let edge = asserted && !*line;
         *line = asserted;
+        if let Some(ends) = self.ends.get_mut(index).filter(|_| !asserted) {
+            *ends = 0;
+        }
         let entry = *self.entries.get(index)?;
         if entry.is_level() { self.service(index) } else { entry.message().filter(|_| edge) }
     }
 
     /// A local APIC ended the interrupt of `vector`: every level pin that waited for it may send again. Gives each such pin,
-    /// and what it has to send if its line is asserted still, to `each`.
-    pub fn end(&mut self, vector: u8, mut each: impl FnMut(u8, Option<MsiMessage>)) {
+    /// and what it has to send if its line is asserted still, to `each`. Says whether that is a storm, once in so many ends:
+    /// who ended the interrupt should wait before it goes on.
+    pub fn end(&mut self, vector: u8, mut each: impl FnMut(u8, Option<MsiMessage>)) -> bool {
+        let mut storm = false;
         for index in 0..self.entries.len() {
             let Some(entry) = self.entries.get_mut(index) else { break };
             if entry.is_level() && entry.has(REMOTE_IRR) && entry.vector() == vector {
                 entry.0 &= !REMOTE_IRR;
                 each(index as u8, self.service(index));
+                if let Some(ends) = self.ends.get_mut(index).filter(|_| self.asserted.get(index) == Some(&true)) {
+                    *ends = (*ends + 1) % STORM;
+                    storm |= *ends == 0;
+                }
             }
         }
+        storm
     }
 
     /// The pins that wait for the end of an interrupt of `vector`, lowest first.

@@ -158,6 +158,26 @@ fn a_level_waits_for_its_mask_and_its_end() {
     assert_eq!(set(&mut apic, 0x10, LEVEL | 0x31).send, Some(level(0x31)));
 }
 
+/// A guest that ends a level's interrupts and does nothing about them waits once in 10,000; one that serves its device never.
+#[test]
+fn a_level_that_nobody_serves_is_a_storm() {
+    let mut apic = IoApic::new(1);
+    set(&mut apic, 0x10, LEVEL | 0x31);
+    apic.set_line(0, true);
+    let mut again = 0;
+    let mut ends = |apic: &mut IoApic, count| {
+        (0..count).filter(|_| apic.end(0x31, |_, send| again += u32::from(send.is_some()))).count()
+    };
+    assert_eq!((ends(&mut apic, 9_999), ends(&mut apic, 1)), (0, 1));
+    assert_eq!((ends(&mut apic, 9_999), ends(&mut apic, 10_001)), (0, 2));
+    // The line falls for a moment: its device was served.
+    assert_eq!(ends(&mut apic, 9_999), 0);
+    apic.set_line(0, false);
+    apic.set_line(0, true);
+    assert_eq!(ends(&mut apic, 9_999), 0);
+    assert_eq!(again, 49_998, "no interrupt is lost by it");
+}
+
 #[test]
 fn pins_that_share_a_vector_end_together() {
     let mut apic = IoApic::new(3);
@@ -256,7 +276,9 @@ proptest! {
                     pins[usize::from(pin)].asserted = on;
                     sent.push((pin, apic.set_line(pin, on)));
                 }
-                Step::End(vector) => apic.end(vector, |pin, send| { ended.push(pin); sent.push((pin, send)); }),
+                Step::End(vector) => {
+                    apic.end(vector, |pin, send| { ended.push(pin); sent.push((pin, send)); });
+                }
                 Step::Refused(pin) => apic.refused(pin),
             }
             if let Step::Refused(pin) = step { pins[usize::from(pin)].refused = true }

@@ -3,6 +3,7 @@
 //! each device's lock is taken here and nowhere else on this path.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 
 use base::Gpa;
 use mem::GuestRam;
@@ -234,8 +235,8 @@ impl Dispatch {
 
     /// A local APIC ended the level-triggered interrupt of `vector`.
     pub fn interrupt_ended(&self, vector: u8) -> Answered {
-        if let Some(ioapic) = &self.ioapic {
-            ioapic.end(vector);
+        if let Some(pause) = self.ioapic.as_ref().and_then(|ioapic| ioapic.end(vector)) {
+            thread::sleep(pause);
         }
         (Reason::Eoi, Party::IoApic, Ask::Nothing)
     }

@@ -6,11 +6,15 @@
 //! KVM knows routes for level-triggered pins alone, which tell it whose interrupt's end it has to report.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use base::EventFd;
 use irq::{IoApic, MsiMessage};
 
 use crate::msi::KvmMsi;
+
+/// How long a vCPU waits that only ends a level's interrupts: the guest is slower, the host has nothing to do.
+const STORM_PAUSE: Duration = Duration::from_millis(10);
 
 /// The chip and who asserts its pins.
 struct Chip {
@@ -57,8 +61,10 @@ impl IoApicHost {
         }
     }
 
-    /// A local APIC ended the interrupt of `vector`: lines that are still asserted are sent again.
-    pub fn end(&self, vector: u8) {
+    /// A local APIC ended the interrupt of `vector`: lines that are still asserted are sent again. Gives how long its vCPU has to
+    /// wait before it goes on, if nobody has done anything about such a line for thousands of interrupts.
+    #[must_use]
+    pub fn end(&self, vector: u8) -> Option<Duration> {
         let mut guard = self.lock();
         let chip = &mut *guard;
         // Those that look again go first: what of them is still there comes back as a new interrupt.
@@ -70,10 +76,11 @@ impl IoApicHost {
             let _ = ended.write(1);
         }
         let mut again = Vec::new();
-        chip.registers.end(vector, |pin, send| again.extend(send.map(|message| (pin, message))));
+        let storm = chip.registers.end(vector, |pin, send| again.extend(send.map(|message| (pin, message))));
         for (pin, message) in again {
             self.send(chip, pin, message);
         }
+        storm.then_some(STORM_PAUSE)
     }
 
     /// The device behind `bit` of `pin` is released by the end of each interrupt from now on, and told by `ended`.

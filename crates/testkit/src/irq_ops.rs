@@ -57,10 +57,12 @@ pub fn ioapic_ops(data: &[u8]) {
                 touched = Some(pin);
                 sent.extend(apic.set_line(pin, on).map(|message| (pin, message)));
             }
-            192..240 => apic.end(input.u8(), |pin, send| {
-                ended.push(pin);
-                sent.extend(send.map(|message| (pin, message)));
-            }),
+            192..240 => {
+                apic.end(input.u8(), |pin, send| {
+                    ended.push(pin);
+                    sent.extend(send.map(|message| (pin, message)));
+                });
+            }
             _ => {
                 let pin = input.u8() % PINS;
                 apic.refused(pin);
