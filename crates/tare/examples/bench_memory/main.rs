@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `make bench-memory`: making guest memory ready and finding it, beside QEMU and beside what this machine's memory allows,
 //! as ratios of one run. Needs no KVM. Sides alternate; of each the best of some rounds counts, since what is best is least
-//! disturbed. Flags: `--max SIZE` (16G), `--rounds N` (3), `--only prealloc|pool|zero|phases|lookups`.
+//! disturbed. Flags: `--max SIZE` (16G), `--rounds N` (3), `--only prealloc|pool|zero|phases|lookups`,
+//! `--pages 4K|thp|2M` (all; pages of 2 MiB have to be set aside before, in `/proc/sys/vm/nr_hugepages`).
 
 mod lookups;
 mod phases;
@@ -11,6 +12,8 @@ mod steps;
 mod zeroing;
 
 use std::time::{Duration, Instant};
+
+use spec::{Pages, Word};
 
 /// What `--only` can name.
 const PARTS: [&str; 5] = ["zero", "prealloc", "phases", "pool", "lookups"];
@@ -22,12 +25,14 @@ pub struct Options {
     /// How often each thing is measured.
     pub rounds: usize,
     only: Option<String>,
+    /// No other kind of page is prepared.
+    pub pages: Option<Pages>,
 }
 
 impl Options {
     /// Ends the program, with a line, at what it does not know.
     fn parse() -> Self {
-        let mut out = Self { max: 16 << 30, rounds: 3, only: None };
+        let mut out = Self { max: 16 << 30, rounds: 3, only: None, pages: None };
         let mut args = std::env::args().skip(1);
         while let Some(flag) = args.next() {
             let value = args.next().unwrap_or_default();
@@ -39,11 +44,17 @@ impl Options {
                     out.only = Some(value.clone());
                     known
                 }
+                "--pages" => {
+                    out.pages = Pages::from_word(&flag, &value).ok();
+                    out.pages.is_some()
+                }
                 _ => false,
             };
             if !known {
                 let parts = PARTS.join("|");
-                eprintln!("bench-memory: `{flag} {value}` is none of --max SIZE, --rounds NUMBER, --only {parts}");
+                eprintln!(
+                    "bench-memory: `{flag} {value}` is none of --max SIZE, --rounds NUMBER, --only {parts}, --pages 4K|thp|2M"
+                );
                 std::process::exit(2);
             }
         }
