@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use base::{EventFd, Gpa, Hva};
 
+use super::index::Index;
 use super::tree::{Kind, ROOT, RegionId, Tree};
 
 /// Who answers in a range.
@@ -95,8 +96,8 @@ impl FlatDoorbell {
 /// A rendered address space.
 #[derive(Clone, Debug)]
 pub struct FlatView<D> {
-    /// First address of each range, apart so that a search stays within few cache lines.
-    starts: Box<[u64]>,
+    /// Finds a range by an address.
+    index: Index,
     ranges: Box<[FlatRange<D>]>,
     doorbells: Box<[FlatDoorbell]>,
 }
@@ -104,7 +105,7 @@ pub struct FlatView<D> {
 impl<D: Clone> FlatView<D> {
     /// Where nothing answers.
     pub(super) fn empty() -> Self {
-        Self { starts: Box::new([]), ranges: Box::new([]), doorbells: Box::new([]) }
+        Self { index: Index::new(Box::new([])), ranges: Box::new([]), doorbells: Box::new([]) }
     }
 
     /// Renders `tree`.
@@ -121,15 +122,15 @@ impl<D: Clone> FlatView<D> {
             }
         }
         let doorbells = ranges.iter().flat_map(|range| doorbells(tree, range)).collect();
-        Self { starts: ranges.iter().map(|r| r.start).collect(), ranges: ranges.into(), doorbells }
+        let index = Index::new(ranges.iter().map(|r| r.start).collect());
+        Self { index, ranges: ranges.into(), doorbells }
     }
 
     /// The range at `at`.
     #[inline]
     #[must_use]
     pub fn find(&self, at: u64) -> Option<&FlatRange<D>> {
-        let after = self.starts.partition_point(|start| *start <= at);
-        let range = self.ranges.get(after.wrapping_sub(1))?;
+        let range = self.ranges.get(self.index.count_to(at).wrapping_sub(1))?;
         (at - range.start < range.size).then_some(range)
     }
 

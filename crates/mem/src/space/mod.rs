@@ -7,6 +7,7 @@
 
 mod change;
 mod flat;
+mod index;
 mod slots;
 #[cfg(test)]
 mod tests;
