@@ -27,6 +27,9 @@ const CONSOLE_INITRD: &str = "/lab/console-initrd.img";
 const SLOWDOWN: u32 = 7;
 /// The longest any sample may take here, whatever its clock says.
 const LONGEST: Duration = Duration::from_secs(3600);
+/// So long without any CPU time a machine has gone to sleep for good: its own timers take some, and the busiest host
+/// gives some.
+const STILL: Duration = Duration::from_secs(240);
 
 /// How samples are taken in a machine that counts instructions.
 const COUNTED: &str = "This host has no hardware KVM, so every subject ran in the lab machine: a Linux with a real KVM under \
@@ -134,11 +137,16 @@ impl Lab {
             real_limit: LONGEST,
             quiet: true,
         };
-        // A machine that locks up burns its CPU; one on a busy host just waits. So the watchdog looks at CPU time.
-        let watchdog = Watchdog::new(limit * SLOWDOWN);
+        // A machine that locks up burns its CPU, or never wakes again; one on a busy host just waits, but gets a little now and
+        // then. So the watchdog looks at CPU time.
+        let watchdog = Watchdog::new(limit * SLOWDOWN, STILL);
         let outcome = clone::run(&self.cache, &self.snapshot, &job, &|| interrupt::asked() || watchdog.barks());
         if watchdog.barked.get() {
-            bail!("the lab machine locked up: it was ended after {} s of CPU time", watchdog.limit.as_secs());
+            let (used, limit) = (watchdog.used.get(), watchdog.limit);
+            if used <= limit {
+                bail!("the lab machine stood still: it was ended after {} s without CPU time", STILL.as_secs());
+            }
+            bail!("the lab machine locked up: it was ended after {} s of CPU time", limit.as_secs());
         }
         let outcome = outcome?;
         if outcome.exit.timed_out {
@@ -154,23 +162,34 @@ impl Lab {
     }
 }
 
-/// Ends a machine that has used too much CPU time. Serves the machine that the current thread starts.
+/// Ends a machine that has used too much CPU time, or none for long. Serves the machine that the current thread starts.
 struct Watchdog {
     limit: Duration,
+    still: Duration,
     looked: Cell<Instant>,
+    used: Cell<Duration>,
+    /// When `used` last grew.
+    moved: Cell<Instant>,
     barked: Cell<bool>,
 }
 
 impl Watchdog {
-    fn new(limit: Duration) -> Self {
-        Self { limit, looked: Cell::new(Instant::now()), barked: Cell::new(false) }
+    fn new(limit: Duration, still: Duration) -> Self {
+        let now = Instant::now();
+        let (looked, moved) = (Cell::new(now), Cell::new(now));
+        Self { limit, still, looked, used: Cell::new(Duration::ZERO), moved, barked: Cell::new(false) }
     }
 
     /// Looks once a second.
     fn barks(&self) -> bool {
         if self.looked.get().elapsed() >= Duration::from_secs(1) {
             self.looked.set(Instant::now());
-            self.barked.set(self.barked.get() || cpu_time_of_children() > self.limit);
+            let used = cpu_time_of_children();
+            if used != self.used.replace(used) {
+                self.moved.set(Instant::now());
+            }
+            let stands = self.moved.get().elapsed() > self.still;
+            self.barked.set(self.barked.get() || used > self.limit || stands);
         }
         self.barked.get()
     }
@@ -209,9 +228,12 @@ mod tests {
     #[test]
     fn a_child_that_burns_cpu_is_noticed_and_one_that_waits_is_not() {
         let mut waits = Command::new("sleep").arg("60").spawn().unwrap();
-        let watchdog = Watchdog::new(Duration::from_millis(50));
+        let watchdog = Watchdog::new(Duration::from_millis(50), Duration::from_secs(600));
         std::thread::sleep(Duration::from_millis(1100));
         assert!(!watchdog.barks());
+        let asleep = Watchdog::new(Duration::from_secs(600), Duration::from_millis(500));
+        std::thread::sleep(Duration::from_millis(1100));
+        assert!(asleep.barks(), "nothing for longer than it may");
         let mut burns = Command::new("sh").args(["-c", "while :; do :; done"]).stdin(Stdio::null()).spawn().unwrap();
         while !watchdog.barks() {
             std::thread::sleep(Duration::from_millis(50));

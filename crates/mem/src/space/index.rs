@@ -39,12 +39,15 @@ impl Index {
     /// How many ranges begin at `at` or before.
     #[inline]
     pub(super) fn count_to(&self, at: u64) -> usize {
-        let step = ((at >> self.shift) as usize).min(self.last);
-        let Some([from, to]) = self.before.get(step..).and_then(<[u32]>::first_chunk) else {
-            return self.starts.partition_point(|start| *start <= at);
-        };
-        let (from, to) = (*from as usize, *to as usize);
-        from + self.starts.get(from..to).map_or(0, |here| here.partition_point(|start| *start <= at))
+        let (mut from, mut here) = (0, &*self.starts);
+        if !self.before.is_empty() {
+            let step = ((at >> self.shift) as usize).min(self.last);
+            if let Some([first, next]) = self.before.get(step..).and_then(<[u32]>::first_chunk) {
+                from = *first as usize;
+                here = self.starts.get(from..*next as usize).unwrap_or_default();
+            }
+        }
+        from + here.partition_point(|start| *start <= at)
     }
 }
 
