@@ -267,7 +267,7 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
             values.insert("qcow2", format!("{scratch}/{}", fileio::QCOW2));
             values.insert("raw", format!("{scratch}/{}", fileio::RAW));
         }
-        if bundle.net {
+        if bundle.net.is_some() {
             values.insert("mac", net::MAC.to_owned());
             values.insert("tap", net::TAP.to_owned());
             values.insert("passt", format!("{scratch}/{}", net::PASST));
@@ -284,11 +284,11 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         subject.command(&values)?
     };
     let mut prepare = bundle.disk.map(|disk| disk.prepare(&scratch, subject.wants("qcow2"))).unwrap_or_default();
-    if bundle.net {
+    if let Some(way) = bundle.net {
         let agent = paths.watch.split(' ').next().unwrap_or_default();
         let disk = if copy { &private } else { &paths.disk };
         let (tap, passt) = (subject.wants("tap"), subject.wants("passt"));
-        prepare = net::Wire { scratch: &scratch, agent, disk, tap, passt }.prepare();
+        prepare = net::Wire { scratch: &scratch, agent, disk, tap, passt, way }.prepare();
     }
     if let Kind::Handed(handed) = &bundle.kind {
         prepare = handed.prepare(&scratch, &paths.disk, bundle.memory_mib);
@@ -316,7 +316,7 @@ fn order(bundle: &Bundle, subject: &Subject, place: &dyn Place, task: Task) -> R
         guest_mib: if subject.is_native() { 0 } else { bundle.memory_mib },
         poll: Duration::from_millis(bundle.poll_millis()),
         limit: Duration::from_secs(bundle.limit_seconds),
-        apart: bundle.net,
+        apart: bundle.net.is_some(),
         alone: place.facts().alone,
     })
 }

@@ -20,7 +20,7 @@ pub fn bundles() -> Vec<Bundle> {
         memory_mib: 256,
         limit_seconds: 20,
         disk: None,
-        net: false,
+        net: None,
     };
     vec![bundle("boot", false, ""), bundle("boot quiet", true, ""), bundle("boot untested", true, " cryptomgr.notests")]
 }

@@ -82,7 +82,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
         memory_mib: 512,
         limit_seconds,
         disk: Some(Disk { region_mib: mib }),
-        net: false,
+        net: None,
     }]
 }
 

@@ -29,7 +29,7 @@ const BOTH: &str = "injection and response";
 pub fn bundles(scale: f64) -> Vec<Bundle> {
     let count = ((20_000.0 * scale) as u64).max(200);
     let kind = Kind::Guest { count };
-    vec![Bundle { name: NAME, kind, memory_mib: 32, limit_seconds: 60 + count / 5_000, disk: None, net: false }]
+    vec![Bundle { name: NAME, kind, memory_mib: 32, limit_seconds: 60 + count / 5_000, disk: None, net: None }]
 }
 
 /// The guest's file: beside the programs, where `scripts/guests` puts it.

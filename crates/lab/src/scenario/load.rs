@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Suite `irq-load`: workloads whose time is interrupts, by controller. Reads of a second disk by dd with O_DIRECT, in blocks of
-//! 8 KiB to 10 MiB, and transactions of one byte over a tap, one after the other: each waits for one interrupt.
+//! 8 KiB to 10 MiB, and transactions of one byte over a tap and NAT, one after the other: each waits for one interrupt.
 //!
 //! Subjects of the paravirtual controller name `{load_initrd}`: the stock initrd after an archive with the guests' kernel module
 //! (`guests/vioapic-linux`), which the initrd's own start-up loads. The study's driver masks, acknowledges and unmasks in eight
@@ -8,7 +8,7 @@
 
 use anyhow::{Context, Result};
 
-use super::{Bundle, Kind, Step, fileio, init, net};
+use super::{Bundle, Kind, Step, fileio, init, nat, net};
 use crate::host::cache::Cache;
 use crate::host::module;
 use crate::report::{Better, Figure, Row};
@@ -63,14 +63,14 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
         dd("dd 10 MiB", "dd10240", 10_240, 100),
     ];
     let transact = |workload, mark, count| {
-        let command = format!("tare-agent transact {workload} {} {} {count}", net::HOST, net::PORT);
+        let command = format!("tare-agent transact {workload} {} {} {count}", nat::SERVER, net::PORT);
         Step { workload, mark, test: Test::Transact, command, after: "" }
     };
     let wire = vec![transact("TCP_RR", "rr", part(40_000.0, 50.0)), transact("TCP_CRR", "crr", part(8_000.0, 20.0))];
     let limit_seconds = 60 + (400.0 * scale) as u64;
     let bundle =
         |name, steps, disk, net| Bundle { name, kind: Kind::Work(steps), memory_mib: 512, limit_seconds, disk, net };
-    vec![bundle("disk", disk, Some(fileio::Disk::of(mib)), false), bundle("wire", wire, None, true)]
+    vec![bundle("disk", disk, Some(fileio::Disk::of(mib)), None), bundle("wire", wire, None, Some(net::Way::Nat))]
 }
 
 /// The figures of dd: coreutils says `N bytes (…) copied, S s, R MB/s`. Its requests are blocks.
@@ -126,7 +126,7 @@ mod tests {
         {
             assert!(text.contains(part), "{part} in {text}");
         }
-        assert!(text.contains("TCP_RR 10.0.5.1 5301 2000") && text.contains("TCP_CRR 10.0.5.1 5301 400"));
+        assert!(text.contains("TCP_RR 10.0.6.2 5301 2000") && text.contains("TCP_CRR 10.0.6.2 5301 400"));
         // No block is read beyond the disk's data.
         assert!(format!("{:?}", bundles(0.001)).contains("bs=10240k count=2"));
     }

@@ -38,7 +38,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
         memory_mib,
         limit_seconds,
         disk: None,
-        net: false,
+        net: None,
     };
     let step = |(workload, mark), test, command| Step { workload, mark, test, command, after: "" };
 
@@ -78,7 +78,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
             memory_mib: 1024,
             limit_seconds: 30,
             disk: None,
-            net: false,
+            net: None,
         },
         bundle("phases", vec![phases], 1024),
         bundle("cpu", cpu.to_vec(), 512),

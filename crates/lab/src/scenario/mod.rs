@@ -11,6 +11,7 @@ pub mod init;
 pub mod interrupts;
 pub mod load;
 mod microvm;
+mod nat;
 pub mod net;
 pub mod passthrough;
 pub mod stamps;
@@ -37,8 +38,8 @@ pub struct Bundle {
     pub limit_seconds: u64,
     /// A second disk, made afresh for each sample.
     pub disk: Option<fileio::Disk>,
-    /// A network of the sample's own with servers on it; see [`net`].
-    pub net: bool,
+    /// A network of the sample's own with servers on it, and the way to them.
+    pub net: Option<net::Way>,
 }
 
 /// The two kinds of bundles.
@@ -96,7 +97,7 @@ pub const SUITES: &[(&str, &str)] = &[
     ),
     (
         "irq-load",
-        "dd with O_DIRECT by block size, TCP_RR and TCP_CRR, by interrupt controller; gains over trap (see {load_initrd})",
+        "dd with O_DIRECT by block size, TCP_RR and TCP_CRR over NAT, by interrupt controller; gains over trap (see {load_initrd})",
     ),
     (
         "passthrough",
@@ -180,7 +181,7 @@ impl Bundle {
             Kind::Boot { .. } => !subject.is_native(),
             Kind::Guest { .. } => subject.template.contains("controller="),
             Kind::Handed(handed) => subject.wants(if handed.card { "handed_card" } else { "handed_disk" }),
-            Kind::Work(_) if self.net => subject.wants("mac"),
+            Kind::Work(_) if self.net.is_some() => subject.wants("mac"),
             Kind::Work(steps) if subject.is_native() && steps.iter().any(|step| step.test == Test::Phases) => false,
             Kind::Work(_) if self.disk.is_some() => subject.wants("qcow2") || subject.wants("raw"),
             Kind::Work(_) => subject.is_native() || subject.wants("disk"),
@@ -220,7 +221,7 @@ impl Bundle {
             }
             Kind::Guest { count } => format!("count={count} marks"),
             Kind::Work(steps) => {
-                let setup = if self.net { net::SETUP } else { "" };
+                let setup = if self.net.is_some() { net::SETUP } else { "" };
                 let init = tax::init(setup, steps);
                 format!("console={console} quiet root={root} rw panic=-1 init=/bin/sh -- -c \"{init}\"")
             }

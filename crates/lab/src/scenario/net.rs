@@ -2,15 +2,18 @@
 //! Suite `net`: a stream each way (iperf3) and transactions of one byte (TCP_RR, TCP_CRR as netperf defines them) between the
 //! guest and the host that its monitor runs on, over whatever backend the subject's template names: `{tap}` or passt.
 //!
-//! Each sample runs in network and mount namespaces of its own, so that nothing of the host's network is touched or measured.
+//! Each sample runs in network and mount namespaces of its own, so that nothing of the host's network is touched or measured. Suite
+//! `irq-load` uses the same wire, with the server of transactions farther away: [`Way::Nat`].
 
-use super::{Bundle, Kind, Step};
+use super::{Bundle, Kind, Step, nat};
 use crate::sample::quote;
 use crate::sysbench::Test;
 
 /// The guest's address on the wire and the host's, which is also the gateway that passt stands for.
 const GUEST: &str = "10.0.5.2";
 pub const HOST: &str = "10.0.5.1";
+/// Their network.
+pub const NETWORK: &str = "10.0.5.0/24";
 /// The guest's NIC.
 pub const MAC: &str = "52:54:00:00:05:02";
 /// The tap; for passt it is the interface whose address it takes.
@@ -25,6 +28,15 @@ pub const SETUP: &str = "modprobe virtio_net;n=$(ls /sys/class/net|grep -v lo);i
 /// The socket of a passt that is not the monitor's own, in a sample's scratch directory.
 pub const PASST: &str = "passt.sock";
 
+/// The guest's way to the servers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Way {
+    /// They are on the host that its monitor runs on.
+    Straight,
+    /// That host forwards and masquerades; only the server of transactions is there. See [`nat`].
+    Nat,
+}
+
 /// What a sample of this suite needs on the host.
 pub struct Wire<'a> {
     /// The sample's directory.
@@ -37,6 +49,8 @@ pub struct Wire<'a> {
     pub tap: bool,
     /// The template names the socket of a passt.
     pub passt: bool,
+    /// The guest's way to the servers.
+    pub way: Way,
 }
 
 impl Wire<'_> {
@@ -56,10 +70,13 @@ impl Wire<'_> {
             String::new()
         };
         let (agent, disk) = (self.agent, quote(self.disk));
+        let servers = match self.way {
+            Way::Straight => format!("iperf3 --server --daemon && {{ {agent} answer 0.0.0.0 {PORT} & }}"),
+            Way::Nat => nat::prepare(agent),
+        };
         format!(
             "ip link set lo up && {wire} && ip link set {TAP} up{route}{passt} && \
-             printf 'cd /usr/bin\\nwrite {agent} tare-agent\\n' | debugfs -w -f - {disk} 2>&1 && \
-             iperf3 --server --daemon && {{ {agent} answer 0.0.0.0 {PORT} & }}"
+             printf 'cd /usr/bin\\nwrite {agent} tare-agent\\n' | debugfs -w -f - {disk} 2>&1 && {servers}"
         )
     }
 }
@@ -83,7 +100,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
         memory_mib: 512,
         limit_seconds: 40 + (400.0 * scale) as u64,
         disk: None,
-        net: true,
+        net: Some(Way::Straight),
     }]
 }
 
@@ -94,11 +111,15 @@ mod tests {
 
     #[test]
     fn both_kinds_of_wires_are_made_and_the_guest_knows_its_address() {
-        let wire = Wire { scratch: "/s", agent: "/a", disk: "/d", tap: true, passt: false };
+        let wire = Wire { scratch: "/s", agent: "/a", disk: "/d", tap: true, passt: false, way: Way::Straight };
         let tap = wire.prepare();
         assert!(tap.contains("addr add 10.0.5.1/24") && !tap.contains("passt") && !tap.contains("route"), "{tap}");
+        assert!(tap.contains("iperf3 --server") && tap.ends_with("{ /a answer 0.0.0.0 5301 & }"), "{tap}");
         let user = Wire { tap: false, passt: true, ..wire }.prepare();
         assert!(user.contains("addr add 10.0.5.2/24") && user.contains("--socket '/s/passt.sock'"), "{user}");
+        let nat = Wire { passt: false, way: Way::Nat, ..wire }.prepare();
+        assert!(nat.contains("addr add 10.0.5.1/24") && nat.contains("masquerade") && !nat.contains("iperf3"), "{nat}");
+        assert!(nat.ends_with("/a answer 10.0.6.2 5301 & }"), "{nat}");
         assert!(SETUP.contains(GUEST) && SETUP.contains(HOST));
         let text = format!("{:?}", bundles(0.1));
         for part in ["--bytes 205M", "--reverse", "TCP_RR 10.0.5.1 5301 2000", "TCP_CRR 10.0.5.1 5301 400"] {

@@ -66,7 +66,7 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
         // Its clock is this host's, which may have other things to do.
         limit_seconds: memory_mib / 8 + 240 + (600.0 * scale) as u64,
         disk: None,
-        net: false,
+        net: None,
     };
     let mut out: Vec<Bundle> = KINDS
         .into_iter()

@@ -79,8 +79,8 @@ pub fn bundles(scale: f64) -> Vec<Bundle> {
     let room = if file_mib <= 128 { 512 } else { 512 + 2 * file_mib };
     let limit_seconds = 20 + 18 * seconds;
     vec![
-        Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, limit_seconds, disk: None, net: false },
-        Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, limit_seconds, disk: None, net: false },
+        Bundle { name: "compute", kind: Kind::Work(compute), memory_mib: room, limit_seconds, disk: None, net: None },
+        Bundle { name: "fileio", kind: Kind::Work(fileio), memory_mib: room, limit_seconds, disk: None, net: None },
     ]
 }
 
