@@ -207,7 +207,7 @@ macro_rules! tare_vfio {
 
 const TARE_VFIO: &str = tare_vfio!("prealloc=parallel", "[--vfio {handed_card}] ");
 const TARE_VFIO_TOUCH: &str = tare_vfio!("prealloc=touch", "");
-const TARE_VFIO_BACKGROUND: &str = tare_vfio!("prealloc=background,boot=1G", "");
+const TARE_VFIO_BACKGROUND: &str = tare_vfio!("prealloc=background,boot=512M", "");
 const QEMU_VFIO: &str = "qemu-system-x86_64 -M q35,memory-backend=ram -nodefaults -no-user-config -display none -enable-kvm \
     -cpu host -smp {cpus} -m {memory_mib} -object {qemu_memory},id=ram,size={memory_mib}M,prealloc=on,prealloc-threads={cpus} \
     -kernel {kernel} [-initrd {initrd}] -append {cmdline} \
@@ -272,7 +272,7 @@ pub const BUILT_IN: &[(&str, &str, &str)] = &[
     ("tare-vfio-touch", "the same by one thread, touching pages (start of 8 GiB only)", TARE_VFIO_TOUCH),
     (
         "tare-vfio-background",
-        "1 GiB ready first, the rest plugged while the guest runs (start of 8 GiB only)",
+        "512 MiB ready first, the rest plugged while the guest runs (start of 8 GiB only)",
         TARE_VFIO_BACKGROUND,
     ),
     ("qemu-vfio", "QEMU with devices of the host, all memory ready first, by a thread for each vCPU", QEMU_VFIO),
