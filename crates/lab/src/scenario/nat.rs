@@ -49,7 +49,7 @@ mod tests {
         ip link set eth0 up && ip route add default via 10.0.5.1'";
     /// Asks the server who it sees, once it is there; and the server's namespace for a way to the guest.
     const ASK: &str = "echo @@lab end seen; \
-        nsenter --net=/proc/self/fd/8 bash -c 'until exec 9<>/dev/tcp/10.0.6.2/5301; do sleep 0.05; done; cat <&9' 2>/dev/null; \
+        nsenter --net=/proc/self/fd/8 timeout 10 bash -c 'until exec 9<>/dev/tcp/10.0.6.2/5301; do sleep 0.05; done; cat <&9' 2>/dev/null; \
         nsenter --net=/proc/self/fd/7 ip route get 10.0.5.2 2>&1; echo @@lab out seen";
 
     #[test]

@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 
-use crate::lab::script;
+use crate::lab::{script, tare_lab};
 
 /// Two namespaces: `near`, where tare runs, and `far`, with a DHCP server for the bridge, two DNS servers, a web server and a
 /// sink that says what it got. passt takes its gateway's address for its own host, so the servers have others.
@@ -165,5 +165,25 @@ fn a_stock_debian_resolves_and_downloads_through_passt_a_tap_and_vhost_net_and_o
             (number(device, "requests"), number(device, "bytes_read"), number(device, "bytes_written"));
         assert!(packets > 100 && read > 3_000_000 && written > 3_000_000, "{device:#}");
         assert!(number(device, "interrupts") <= packets, "{device:#}");
+    }
+}
+
+#[test]
+#[ignore = "needs the lab: make e2e"]
+fn transactions_of_suite_irq_load_are_answered_through_the_hosts_nat() {
+    let scratch = tempfile::tempdir().expect("a temporary folder");
+    let json = scratch.path().join("report.json");
+    let run = tare_lab(&["run", "irq-load/wire", "--subjects", "load-msi", "--scale", "0.001", "--repeat", "1"])
+        .args(["--place", "lab", "--json"])
+        .arg(&json)
+        .output()
+        .expect("tare-lab starts");
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let report: Value = serde_json::from_slice(&std::fs::read(&json).expect("a report")).expect("the report is JSON");
+    // The server has no route to the guest: what was answered was masqueraded.
+    for (workload, count) in [("TCP_RR", 50.0), ("TCP_CRR", 20.0)] {
+        let rows = report["results"].as_array().expect("results");
+        let row = rows.iter().find(|row| row["workload"] == workload && row["metric"] == "events");
+        assert_eq!(row.expect("a row")["median"]["load-msi"], count, "{report:#}");
     }
 }
