@@ -99,6 +99,14 @@ impl Entry {
     }
 }
 
+/// What is at a pin.
+#[derive(Clone, Copy, Debug, Default)]
+struct Line {
+    asserted: bool,
+    /// How many of its interrupts have ended since it was not asserted.
+    ends: u16,
+}
+
 /// What a write changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Written {
@@ -114,10 +122,7 @@ pub struct IoApic {
     select: u8,
     id: u32,
     entries: Vec<Entry>,
-    /// Which lines are asserted.
-    asserted: Vec<bool>,
-    /// How many interrupts of each line have ended since it was not asserted.
-    ends: Vec<u16>,
+    lines: Vec<Line>,
 }
 
 impl IoApic {
@@ -125,7 +130,7 @@ impl IoApic {
     #[must_use]
     pub fn new(pins: u8) -> Self {
         let pins = usize::from(pins.clamp(1, 120));
-        Self { select: 0, id: 0, entries: vec![Entry(MASKED); pins], asserted: vec![false; pins], ends: vec![0; pins] }
+        Self { select: 0, id: 0, entries: vec![Entry(MASKED); pins], lines: vec![Line::default(); pins] }
     }
 
     /// Number of pins.
@@ -184,12 +189,9 @@ impl IoApic {
     /// was not asserted before; one at a masked pin is forgotten (3.2.4), while a level waits for its mask.
     pub fn set_line(&mut self, pin: u8, asserted: bool) -> Option<MsiMessage> {
         let index = usize::from(pin);
-        let line = self.asserted.get_mut(index)?;
-        let edge = asserted && !*line;
-        *line = asserted;
-        if let Some(ends) = self.ends.get_mut(index).filter(|_| !asserted) {
-            *ends = 0;
-        }
+        let line = self.lines.get_mut(index)?;
+        let edge = asserted && !line.asserted;
+        *line = Line { asserted, ends: if asserted { line.ends } else { 0 } };
         let entry = *self.entries.get(index)?;
         if entry.is_level() { self.service(index) } else { entry.message().filter(|_| edge) }
     }
@@ -204,9 +206,9 @@ impl IoApic {
             if entry.is_level() && entry.has(REMOTE_IRR) && entry.vector() == vector {
                 entry.0 &= !REMOTE_IRR;
                 each(index as u8, self.service(index));
-                if let Some(ends) = self.ends.get_mut(index).filter(|_| self.asserted.get(index) == Some(&true)) {
-                    *ends = (*ends + 1) % STORM;
-                    storm |= *ends == 0;
+                if let Some(line) = self.lines.get_mut(index).filter(|line| line.asserted) {
+                    line.ends = (line.ends + 1) % STORM;
+                    storm |= line.ends == 0;
                 }
             }
         }
@@ -228,7 +230,7 @@ impl IoApic {
 
     /// Sends the level of a pin if there is one to send and the last one has ended.
     fn service(&mut self, index: usize) -> Option<MsiMessage> {
-        let asserted = *self.asserted.get(index)?;
+        let asserted = self.lines.get(index)?.asserted;
         let entry = self.entries.get_mut(index)?;
         if !asserted || !entry.is_level() || entry.has(REMOTE_IRR) {
             return None;
