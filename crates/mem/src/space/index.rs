@@ -12,9 +12,8 @@ pub(super) struct Index {
     starts: Box<[u64]>,
     /// How many addresses a step has, as a power of two.
     shift: u32,
-    /// The last step, which has no end.
-    last: usize,
-    /// How many ranges begin before each step; the last entry is how many there are. Empty where a search need not begin anywhere.
+    /// How many ranges begin before each step; the last entry is how many there are, since the last step has no end. Empty where
+    /// a search need not begin anywhere.
     before: Box<[u32]>,
 }
 
@@ -23,29 +22,44 @@ impl Index {
     pub(super) fn new(starts: Box<[u64]>) -> Self {
         let count = starts.len();
         if count <= FEW {
-            return Self { starts, shift: 0, last: 0, before: Box::new([]) };
+            return Self { starts, shift: 0, before: Box::new([]) };
         }
         // What lies far above the rest, as a window for devices, would make all steps too long.
         let high = starts.get(count - count.div_ceil(8)).copied().unwrap_or(0);
         let bits = u64::BITS - high.leading_zeros();
         let shift = bits.saturating_sub(count.next_power_of_two().trailing_zeros() + 1);
-        let last = (high >> shift) + 1;
-        // It may begin where addresses end.
-        let first_in = |step: u64| starts.partition_point(|start| start >> shift < step) as u32;
-        let before = (0..=last).map(first_in).chain([count as u32]).collect();
-        Self { starts, shift, last: last as usize, before }
+        // Those up to that of `high`, one without an end, and the count.
+        let before = vec![0; (high >> shift) as usize + 3].into();
+        let mut index = Self { starts, shift, before };
+        for at in &index.starts {
+            let next = index.step(*at) + 1;
+            if let Some(begin_here) = index.before.get_mut(next) {
+                *begin_here += 1;
+            }
+        }
+        let mut sum = 0;
+        for before in &mut index.before {
+            sum += *before;
+            *before = sum;
+        }
+        index
+    }
+
+    /// The step of an address, where there are steps.
+    #[inline]
+    fn step(&self, at: u64) -> usize {
+        ((at >> self.shift) as usize).min(self.before.len() - 2)
     }
 
     /// How many ranges begin at `at` or before.
     #[inline]
     pub(super) fn count_to(&self, at: u64) -> usize {
         let (mut from, mut here) = (0, &*self.starts);
-        if !self.before.is_empty() {
-            let step = ((at >> self.shift) as usize).min(self.last);
-            if let Some([first, next]) = self.before.get(step..).and_then(<[u32]>::first_chunk) {
-                from = *first as usize;
-                here = self.starts.get(from..*next as usize).unwrap_or_default();
-            }
+        if !self.before.is_empty()
+            && let Some([first, next]) = self.before.get(self.step(at)..).and_then(<[u32]>::first_chunk)
+        {
+            from = *first as usize;
+            here = self.starts.get(from..*next as usize).unwrap_or_default();
         }
         from + here.partition_point(|start| *start <= at)
     }
