@@ -4,7 +4,7 @@
 //! Each sample gets a fresh clone with instruction-counted time, so samples can run side by side without touching each
 //! other's figures, and the guests' disk needs no copy. A machine that locks up is ended by a limit on CPU time.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -141,12 +141,8 @@ impl Lab {
         // then. So the watchdog looks at CPU time.
         let watchdog = Watchdog::new(limit * SLOWDOWN, STILL);
         let outcome = clone::run(&self.cache, &self.snapshot, &job, &|| interrupt::asked() || watchdog.barks());
-        if watchdog.barked.get() {
-            let (used, limit) = (watchdog.used.get(), watchdog.limit);
-            if used <= limit {
-                bail!("the lab machine stood still: it was ended after {} s without CPU time", STILL.as_secs());
-            }
-            bail!("the lab machine locked up: it was ended after {} s of CPU time", limit.as_secs());
+        if let Some(why) = watchdog.barked.get() {
+            bail!("the lab machine {why}");
         }
         let outcome = outcome?;
         if outcome.exit.timed_out {
@@ -170,14 +166,15 @@ struct Watchdog {
     used: Cell<Duration>,
     /// When `used` last grew.
     moved: Cell<Instant>,
-    barked: Cell<bool>,
+    /// Why it was ended.
+    barked: OnceCell<String>,
 }
 
 impl Watchdog {
     fn new(limit: Duration, still: Duration) -> Self {
         let now = Instant::now();
         let (looked, moved) = (Cell::new(now), Cell::new(now));
-        Self { limit, still, looked, used: Cell::new(Duration::ZERO), moved, barked: Cell::new(false) }
+        Self { limit, still, looked, used: Cell::new(Duration::ZERO), moved, barked: OnceCell::new() }
     }
 
     /// Looks once a second.
@@ -188,10 +185,15 @@ impl Watchdog {
             if used != self.used.replace(used) {
                 self.moved.set(Instant::now());
             }
-            let stands = self.moved.get().elapsed() > self.still;
-            self.barked.set(self.barked.get() || used > self.limit || stands);
+            let ended =
+                |why, after: Duration, of| format!("{why}: it was ended after {} s {of} CPU time", after.as_secs());
+            if used > self.limit {
+                self.barked.get_or_init(|| ended("locked up", self.limit, "of"));
+            } else if self.moved.get().elapsed() > self.still {
+                self.barked.get_or_init(|| ended("stood still", self.still, "without"));
+            }
         }
-        self.barked.get()
+        self.barked.get().is_some()
     }
 }
 
@@ -234,6 +236,7 @@ mod tests {
         let asleep = Watchdog::new(Duration::from_secs(600), Duration::from_millis(500));
         std::thread::sleep(Duration::from_millis(1100));
         assert!(asleep.barks(), "nothing for longer than it may");
+        assert_eq!(asleep.barked.get().unwrap(), "stood still: it was ended after 0 s without CPU time");
         let mut burns = Command::new("sh").args(["-c", "while :; do :; done"]).stdin(Stdio::null()).spawn().unwrap();
         while !watchdog.barks() {
             std::thread::sleep(Duration::from_millis(50));
