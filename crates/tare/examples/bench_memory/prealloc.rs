@@ -167,10 +167,10 @@ fn found(size: u64, pages: Pages) {
     if pages.are_reserved() {
         return;
     }
-    if let Ok(map) = Mmap::reserved(size as usize, 2 << 20) {
-        let there = map.put(0, map.len(), None, libc::MAP_PRIVATE);
+    if let Ok(map) = Mmap::anonymous_aligned(size as usize, 2 << 20) {
         map.advise_huge_pages();
-        let _ = there.and_then(|()| map.populate());
+        // Where it can't be had the sample itself will say so.
+        let _ = map.populate();
     }
 }
 
